@@ -1,0 +1,1 @@
+"""Experiments, one file a method: `main(config, workdir)` wires the library together."""

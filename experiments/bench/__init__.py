@@ -1,0 +1,1 @@
+"""Speed measurements, one file a method; run with `jaxlab bench NAME`."""

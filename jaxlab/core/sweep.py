@@ -1,0 +1,171 @@
+"""Several short runs in one run folder: each is done once, resumes where it stopped, and reports into one progress.
+
+A `Cell` is one setting and seed. `run_cells` gives each its own folder `cells/NAME` and writes `cell.json` there when it
+ends; a sweep that is started again reads the cells that are done and goes on with the first that is not.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from jaxlab.core.checkpoint import Checkpointer
+from jaxlab.core.errors import NonFiniteError
+from jaxlab.core.metrics import atomic_write
+from jaxlab.core.progress import Progress
+from jaxlab.core.report import Row
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+      labels: the setting; rows with equal labels are repetitions over seeds.
+      seed: the seed.
+      steps: how much of the sweep's progress this cell is, in the sweep's unit.
+      settings: what the run needs and the report shows but does not group by, such as a tuned learning rate.
+
+    >>> Cell({"method": "isoloco", "K": 8}, seed=0, steps=450).name
+    'method=isoloco,K=8,seed=0'
+    """
+
+    labels: Mapping[str, str | int | float]
+    seed: int
+    steps: int
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """A folder name that tells the cell apart."""
+        return ",".join(f"{key}={value}" for key, value in [*self.labels.items(), ("seed", self.seed)])
+
+
+@dataclasses.dataclass(frozen=True)
+class CellResult:
+    """What a cell measured.
+
+    Attributes:
+      values: final numbers.
+      curves: numbers over time, each a list; a plot pairs two of them.
+    """
+
+    values: Mapping[str, float]
+    curves: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+
+
+class CellProgress:
+    """A cell's part of the sweep's progress, with the interface of `Progress`."""
+
+    def __init__(self, whole: Progress, offset: int, scale: float, prefix: str):
+        self._whole, self._offset, self._scale, self._prefix = whole, offset, scale, prefix
+
+    def update(self, done: int, fields: Mapping[str, Any] | None = None) -> None:
+        """Reports that `done` steps of this cell are done."""
+        self._whole.label = self._prefix
+        self._whole.update(self._offset + round(done * self._scale), fields)
+
+    def line(self, text: str) -> None:
+        """Prints one line."""
+        self._whole.line(f"{self._prefix}: {text}")
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    run: Callable[[Cell, Path, CellProgress], CellResult],
+    workdir: Path,
+    *,
+    progress: Progress,
+    steps_per_update: Callable[[Cell], float] = lambda cell: 1.0,
+    allow_divergence: bool = False,
+) -> list[CellResult]:
+    """Runs every cell that is not done yet.
+
+    Args:
+      cells: in the order in which they run; names must differ.
+      run: `(cell, folder, progress) -> CellResult`; it resumes from what it finds in its folder.
+      workdir: the run folder.
+      progress: of the whole sweep; its total is the sum of the cells' steps.
+      steps_per_update: how many of the sweep's units one step of the cell's own loop is.
+      allow_divergence: a cell that stops with `NonFiniteError` counts as done, with an infinite `loss` (for tuning
+        grids, where some points diverge); otherwise the error ends the sweep.
+
+    Returns:
+      One result a cell, in order.
+
+    Raises:
+      ValueError: when two cells have the same name.
+    """
+    names = [cell.name for cell in cells]
+    if len(set(names)) < len(names):
+        raise ValueError(f"cells must have different names, got {[n for n in names if names.count(n) > 1][0]!r} twice")
+    results, offset = [], 0
+    for number, cell in enumerate(cells, 1):
+        folder = workdir / "cells" / cell.name
+        done = folder / "cell.json"
+        if done.is_file():
+            record = json.loads(done.read_text(encoding="utf-8"))
+            values = {name: float(value) for name, value in record["values"].items()}
+            results.append(CellResult(values, record["curves"]))
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            view = CellProgress(progress, offset, steps_per_update(cell), f"[{number}/{len(cells)}] {cell.name}")
+            try:
+                result = run(cell, folder, view)
+            except NonFiniteError as error:
+                if not allow_divergence:
+                    raise
+                view.line(f"diverged: {error}")
+                result = CellResult({"loss": float("inf")})
+            if jax.process_index() == 0:
+                record = {
+                    # JSON has no infinity; repr keeps every float and reads back with float().
+                    "values": {name: repr(float(value)) for name, value in result.values.items()},
+                    "curves": {name: [float(x) for x in curve] for name, curve in result.curves.items()},
+                    "settings": dict(cell.settings),
+                }
+                atomic_write(done, json.dumps(record, indent=1) + "\n")
+            results.append(result)
+        offset += cell.steps
+    return results
+
+
+def rows(cells: Sequence[Cell], results: Sequence[CellResult]) -> list[Row]:
+    """The measurements for a report, one row a cell."""
+    return [Row(cell.labels, cell.seed, result.values) for cell, result in zip(cells, results, strict=True)]
+
+
+def restore(
+    folder: Path, state: PyTree, facts: Mapping[str, Any], *, keep: int, on_message: Callable[[str], Any]
+) -> tuple[Checkpointer, PyTree, int]:
+    """Opens a cell's checkpoints and restores the newest one, if any.
+
+    Args:
+      folder: the cell's folder.
+      state: the freshly initialised state, with the shardings to restore onto; returned where there is no checkpoint.
+      facts: what must not have changed since, such as the corpus hash; save it as the checkpoints' `meta`.
+      keep: checkpoints to keep.
+      on_message: told which checkpoint is resumed, and when a damaged one is skipped.
+
+    Returns:
+      `(checkpointer, state, steps done)`.
+
+    Raises:
+      ValueError: when a fact differs from the one saved.
+    """
+    checkpointer = Checkpointer(folder / "checkpoints", keep=keep, on_message=on_message)
+    restored = checkpointer.restore(state)
+    if restored is None:
+        return checkpointer, state, 0
+    for name, value in facts.items():
+        if restored.meta.get(name) != value:
+            raise ValueError(
+                f"{folder}: the checkpoint was made with {name}={restored.meta.get(name)!r}, now it is {value!r}; "
+                "resuming would not continue the same run"
+            )
+    on_message(f"resumed after step {restored.step}")
+    return checkpointer, restored.state, restored.step

@@ -1,0 +1,1 @@
+"""Pallas kernels, one folder an operation; the XLA reference in each folder is its definition."""
