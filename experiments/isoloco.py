@@ -6,6 +6,7 @@ on the validation part with another seed (`jaxlab run isoloco:tune`), with as ma
 """
 
 import functools
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from jaxlab import lowcomm
 from jaxlab.core import mesh as meshes
 from jaxlab.core import prng, run, sweep, tree
 from jaxlab.core.metrics import make_writer, read_jsonl
-from jaxlab.core.progress import Progress
+from jaxlab.core.progress import NullProgress, Progress
 from jaxlab.core.report import Result
 from jaxlab.core.train import checkpoint, evaluate, fit
 from jaxlab.data import make_shards, per_worker_batch
 from jaxlab.experiments import lm, lowcomm_report
 from jaxlab.nn import transformer
 
+SETTINGS = operator.itemgetter("lr", "outer_lr", "outer_momentum")
 METHODS = {
     "dp": "data-parallel AdamW",
     "diloco": "DiLoCo",
@@ -32,21 +34,23 @@ METHODS = {
 }
 
 
-def algorithm(config: Any, cell: sweep.Cell, params: Any) -> lowcomm.LowComm | lowcomm.DataParallel:
-    """The training algorithm of one cell."""
-    lr, eta, mu = cell.settings["lr"], cell.settings["outer_lr"], cell.settings["outer_momentum"]
+def algorithm(config: Any, cell: sweep.Cell, params: Any, values: Any = None) -> lowcomm.LowComm | lowcomm.DataParallel:
+    """The training algorithm of one cell; `values` replaces its three numbers, so that they can be traced."""
+    lr, eta, mu = SETTINGS(cell.settings) if values is None else values
     t, c, method = config.train, config.lowcomm, cell.labels["method"]
+    momentum = cell.settings["outer_momentum"] > 0
+    mu = mu if momentum else 0.0
     warmup = max(1, round(t.warmup * t.steps))
-    schedule = optax.warmup_cosine_decay_schedule(0.1 * lr, lr, warmup, t.steps, t.final_lr * lr)
-    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=t.weight_decay)
+    shape = optax.warmup_cosine_decay_schedule(0.1, 1.0, warmup, t.steps, t.final_lr)
+    adamw = optax.adamw(lambda step: lr * shape(step), b1=0.9, b2=0.95, weight_decay=t.weight_decay)
     inner = optax.chain(optax.clip_by_global_norm(t.clip), adamw)
     if method == "dp":
         return lowcomm.DataParallel(inner)
     if method in ("isoloco", "diloco_sgd_isoc"):
         specs = transformer.matrix_specs(lm.model_config(config))
-        outer = lowcomm.isoloco(eta, mu, nesterov=mu > 0, method=c.isotropize, specs=specs)
+        outer = lowcomm.isoloco(eta, mu, nesterov=momentum, method=c.isotropize, specs=specs)
     else:
-        outer = lowcomm.diloco(eta, mu, nesterov=mu > 0)
+        outer = lowcomm.diloco(eta, mu, nesterov=momentum)
     stacked = lm.model_config(config).scan_layers
     fragments = lowcomm.Fragments.by_layer(params, c.fragments, stacked=stacked) if c.fragments > 1 else None
     compress = None if c.compress == "none" else lowcomm.Compression(c.compress)
@@ -87,7 +91,7 @@ def train_cell(config: Any, task: lm.Task, cell: sweep.Cell, folder: Path, progr
     shards = make_shards(task.train, k, seq_len=config.data.seq_len, split=config.data.split, seed=cell.seed)
     by_round = {"round": True, "step": False}[t.unit]
     scale = h if by_round else 1  # inner steps in one call of the compiled program
-    step_fn = jax.jit((algo.round if by_round else algo.step)(task.loss_fn, mesh=mesh), donate_argnums=0)
+    program, values = _program(config, task, cell, mesh), SETTINGS(cell.settings)
 
     def batches(i):
         rows = shards.batch(i, batch_per_worker=batch, inner_steps=h if by_round else None)
@@ -102,19 +106,20 @@ def train_cell(config: Any, task: lm.Task, cell: sweep.Cell, folder: Path, progr
         evaluate(lambda s: {"loss": task.evaluate(s.params, task.valid)}, t.eval_every * every, "valid"),
         checkpoint(checkpointer, t.checkpoint_every * every, facts),
     ]
-    with checkpointer, make_writer(folder, t.writers, resume_step=start if start else None) as writer:
+    first = jax.process_index() == 0  # the only process that writes
+    with checkpointer, make_writer(folder, t.writers if first else (), resume_step=start or None) as writer:
         result = fit(
-            state, step_fn, batches, steps=t.steps // scale, key=run_key, start=start, log_every=every, hooks=hooks,
+            state, lambda *args: program(*args, values), batches, steps=t.steps // scale, key=run_key, start=start, log_every=every, hooks=hooks,
             writer=writer, progress=progress, resume_command=resume,
         )  # fmt: skip
-    records = [r for r in read_jsonl(folder / "metrics.jsonl") if "valid/loss" in r]
+    records = [r for r in (read_jsonl(folder / "metrics.jsonl") if first else []) if "valid/loss" in r]
     sent = lowcomm_report.bytes_sent(algo, params, k, h)
     inner_steps = [r["step"] * scale for r in records]
     tokens = t.global_batch * config.data.seq_len
     return sweep.CellResult(
         {
             "loss": float(task.evaluate(result.state.params, task.test)),
-            "valid": records[-1]["valid/loss"],
+            "valid": float(task.evaluate(result.state.params, task.valid)),
             "MB sent": sent * t.steps / 1e6,
         },
         {
@@ -125,18 +130,34 @@ def train_cell(config: Any, task: lm.Task, cell: sweep.Cell, folder: Path, progr
     )
 
 
+def _program(config: Any, task: lm.Task, cell: sweep.Cell, mesh: Any) -> Any:
+    """One call of training, compiled once for all seeds and settings of a method, K and H."""
+    labels = tuple(cell.labels[name] for name in ("method", "K", "H")) + (cell.settings["outer_momentum"] > 0,)
+    if labels not in task.programs:
+        params = jax.eval_shape(lambda: transformer.init(task.model, jax.random.key(0)))
+
+        def call(state, batch, key, values):
+            algo = algorithm(config, cell, params, values)
+            run_one = algo.round if config.train.unit == "round" else algo.step
+            return run_one(task.loss_fn, mesh=mesh)(state, batch, key)
+
+        task.programs[labels] = jax.jit(call, donate_argnums=0)
+    return task.programs[labels]
+
+
 def main(config: Any, workdir: Path) -> Result:
     """Runs every cell and reports losses, gaps, and curves against tokens and bytes."""
     todo, task = cells(config), lm.load_task(config)
     run.add_env(workdir, {"corpus_sha256": task.corpus_sha256})
     train = functools.partial(train_cell, config, task, resume=run.resume_command(workdir))
     scale = 1 if config.train.unit == "step" else None
-    with Progress(sum(cell.steps for cell in todo)) as progress:
+    first = jax.process_index() == 0
+    with (Progress if first else NullProgress)(sum(cell.steps for cell in todo)) as progress:
         results = sweep.run_cells(
             todo, lambda cell, folder, view: train(cell, folder, view), workdir, progress=progress,
             steps_per_update=lambda cell: scale or cell.labels["H"], allow_divergence=config.grid.on,
         )  # fmt: skip
-    return lowcomm_report.result(config, todo, results, METHODS)
+    return lowcomm_report.result(config, todo, results, METHODS) if first else Result("written by process 0")
 
 
 def describe(config: Any) -> dict[str, Any]:

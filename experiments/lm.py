@@ -28,6 +28,7 @@ class Task:
       train: the part that is trained on.
       valid: windows `[N, T+1]` for tuning and curves.
       test: windows `[N, T+1]` for the reported losses only.
+      programs: compiled training programs that several runs of an experiment share.
     """
 
     model: transformer.TransformerConfig
@@ -35,6 +36,7 @@ class Task:
     train: Corpus
     valid: Int[np.ndarray, "N window"]
     test: Int[np.ndarray, "N window"]
+    programs: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def loss_fn(self) -> Callable[[PyTree, PyTree, Key[Array, ""]], Float[Array, ""]]:

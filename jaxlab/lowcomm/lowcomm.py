@@ -107,8 +107,6 @@ class LowComm:
             raise ValueError(f"mix must be in [0, 1], got {self.mix}")
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite must be one of {NONFINITE}, got {self.nonfinite!r}")
-        if self.nonfinite == "drop" and self.aggregate.needs_all:
-            raise ValueError(f"nonfinite='drop' needs aggregate='mean', got {self.aggregate.name!r}")
 
     @property
     def schedule(self) -> Schedule:
@@ -266,8 +264,11 @@ class LowComm:
             payload = sum(self.compress.nbytes(tree.size(leaf)) for leaf in leaves)
         else:
             payload = tree.nbytes(params)
-        reduces = self.compress is None and not self.aggregate.needs_all
-        ring = 2 * (num_workers - 1) * payload // num_workers if reduces else (num_workers - 1) * payload
+        if self.compress is None and not self.aggregate.needs_all:
+            payload *= self.aggregate.sums
+            ring = 2 * (num_workers - 1) * payload // num_workers
+        else:
+            ring = (num_workers - 1) * payload
         return {"payload": payload, "ring": ring}
 
     # The parts of a round.
@@ -323,7 +324,6 @@ class LowComm:
         bad = nonfinite_leaf(deltas)
         if self.nonfinite == "drop":
             weights = jnp.where(bad >= 0, 0.0, jnp.ones(workers) if weights is None else weights)
-            deltas = jax.tree.map(lambda d: jnp.where(_column(bad >= 0, d), 0.0, d), deltas)
             metrics["delta_sq"] = jnp.where(bad >= 0, 0.0, metrics["delta_sq"])
             state = self._revive(state, bad >= 0)
         else:
@@ -336,7 +336,7 @@ class LowComm:
         merge_key = jax.random.fold_in(prng.step_key(key, state.step), workers)  # no worker has number K
         merged = self.aggregate.fn(deltas, weights, merge_key)
         updates, outer_state = optax.with_extra_args_support(self.outer).update(merged, state.outer_state[f], anchor)
-        if workers == 1 and self.compress is None and not self.aggregate.needs_all:
+        if workers == 1 and self.compress is None and self.aggregate.name == "mean":
             # theta + u = theta_1 + (delta_1 + u), without the rounding of theta - theta_1: with a step of size one the
             # bracket is exactly zero and one worker is plain training, bit for bit.
             local = jax.tree.map(lambda w: w[0], self._take(state.worker_params, f, lead=1))

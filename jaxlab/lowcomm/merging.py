@@ -61,6 +61,7 @@ from jaxlab.lowcomm.isotropize import (
 )
 
 Weights = Num[Array | np.ndarray, "..."] | list[float] | tuple[float, ...] | None  # [K], checked with its own message
+Leaf = Array | np.ndarray
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 
@@ -154,7 +155,7 @@ def ties(
     _check_option("sign", sign)
     workers = _Workers.of(deltas, weights)
 
-    def merge(leaf: Array) -> Array:
+    def merge(leaf: Leaf) -> Array:
         d = workers.select(leaf)
         n = math.prod(d.shape[1:])
         drop = min(round((1 - density) * n), n - 1)
@@ -195,7 +196,7 @@ def dare(deltas: PyTree, *, key: Key[Array, ""] | None, drop: float = 0.1, weigh
     workers = _Workers.of(deltas, weights)
     leaves, treedef = jax.tree.flatten(deltas)
 
-    def merge(index: int, leaf: Array) -> Array:
+    def merge(index: int, leaf: Leaf) -> Array:
         d = workers.select(leaf)
         n = math.prod(d.shape[1:])
         dropped = min(round(drop * n), n - 1)
@@ -420,7 +421,7 @@ class _Workers(NamedTuple):
         w = jnp.full(self.k, 1 / self.k) if self.weights is None else self.weights
         return w.astype(like.dtype).reshape(self.k, *[1] * (like.ndim - 1))
 
-    def select(self, leaf: Float[Array, "K ..."] | np.ndarray) -> Float[Array, "K ..."]:
+    def select(self, leaf: Float[Leaf, "K ..."]) -> Float[Array, "K ..."]:
         """A leaf in the dtype computed in (at least float32), 0 where the worker is absent."""
         d = jnp.asarray(leaf)
         d = d.astype(jnp.promote_types(d.dtype, jnp.float32))
@@ -430,7 +431,7 @@ class _Workers(NamedTuple):
         """Weighted mean of a selected leaf."""
         return jnp.mean(d, axis=0) if self.weights is None else jnp.sum(self.column(d) * d, axis=0)
 
-    def finish(self, merged: Float[Array, "..."], leaf: Float[Array, "K ..."] | np.ndarray) -> Float[Array, "..."]:
+    def finish(self, merged: Float[Array, "..."], leaf: Float[Leaf, "K ..."]) -> Float[Array, "..."]:
         """The merged leaf in the dtype it came in; NaN where traced weights turn out to be all zero."""
         if self.weights is not None:
             # Explicit: in products with masks XLA may replace 0 * NaN by 0.
@@ -444,7 +445,7 @@ def _by_matrix(merge: Callable[[Array], Array], deltas: PyTree, workers: _Worker
     one = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves])
     layouts = resolve_specs(one, specs, mask).values()
 
-    def leaf_merge(leaf: Array, layout: MatrixSpec | None) -> Array:
+    def leaf_merge(leaf: Leaf, layout: MatrixSpec | None) -> Array:
         d = workers.select(leaf)
         if layout is None or not d.size:
             return workers.finish(workers.mean(d), leaf)

@@ -33,17 +33,14 @@ def python(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("command", [["list"], ["--help"], ["run", "--help"], ["--version"], ["run", "isolco"]])
 def test_light_commands_do_not_import_jax_and_are_quick(command: list[str]) -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); from jaxlab.cli import main\n"
+        "import sys, time; from jaxlab.cli import main\n"
         f"try: code = main({command})\n"
         "except SystemExit as exit_: code = exit_.code\n"
-        "print('JAX' if 'jax' in sys.modules else 'LIGHT', time.perf_counter() - start)"
+        "print('JAX' if 'jax' in sys.modules else 'LIGHT', time.process_time())"
     )
-    times = []
-    for _ in range(3):  # the best of three: the machine may be busy with other tests
-        word, seconds = python("-c", code).stdout.splitlines()[-1].split()
-        assert word == "LIGHT"
-        times.append(float(seconds))
-    assert min(times) < 0.5
+    word, seconds = python("-c", code).stdout.splitlines()[-1].split()
+    assert word == "LIGHT"
+    assert float(seconds) < 0.5, "of the processor, from the interpreter's start: other tests may keep the machine busy"
 
 
 def test_the_module_is_the_command() -> None:

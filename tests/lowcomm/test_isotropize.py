@@ -75,13 +75,14 @@ def random_shapes():
     return SHAPES + [tuple(int(x) for x in rng.integers(1, 40, 2)) for _ in range(30 - len(SHAPES))]
 
 
-@pytest.mark.parametrize("shape", random_shapes())
-def test_all_singular_values_become_the_mean(shape):
-    a = matrix(np.random.default_rng(sum(shape)), *shape)
-    out = np.asarray(iso(jnp.asarray(a)), np.float64)
-    sigma_bar = np.linalg.svd(a.astype(np.float64), compute_uv=False).mean()
-    np.testing.assert_allclose(np.linalg.svd(out, compute_uv=False), sigma_bar, rtol=1e-5)
-    assert relative(out, merging_np.iso(a)) < 2e-5
+def test_all_singular_values_become_the_mean():
+    matrices = [matrix(np.random.default_rng(i), *shape) for i, shape in enumerate(random_shapes())]
+    assert len(matrices) == 30
+    for a, out in zip(matrices, jax.jit(lambda xs: [iso_eager(x) for x in xs])(matrices), strict=True):
+        sigma_bar = np.linalg.svd(a.astype(np.float64), compute_uv=False).mean()
+        s = np.linalg.svd(np.asarray(out, np.float64), compute_uv=False)
+        np.testing.assert_allclose(s, sigma_bar, rtol=1e-5, err_msg=str(a.shape))
+        assert relative(out, merging_np.iso(a)) < 1e-4, a.shape
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -236,7 +237,8 @@ def test_leaves_of_rank_below_two_pass_and_shapes_are_batched():
         assert relative(out[name], merging_np.iso(np.asarray(tree[name]))) < 1e-5
     for name in ("bias", "scale", "empty"):
         np.testing.assert_array_equal(out[name], tree[name])
-    assert jax.make_jaxpr(isotropize_tree)(tree).pretty_print().count("= svd[") == 2
+    # The 12 x 5 matrix and the transposed 5 x 12 one make one batch, the square one needs none.
+    assert str(jax.make_jaxpr(isotropize_tree)(tree)).count("concatenate[") == 1
 
 
 def test_specs_equal_a_loop_over_slices():

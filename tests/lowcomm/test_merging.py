@@ -157,13 +157,13 @@ def test_dare_drops_a_fixed_number_and_rescales():
 
 def test_dare_is_unbiased():
     # 2000 keys, 24 entries within 3.9 standard errors each: a correct rule fails with probability below 0.0024
-    # (24 * 9.6e-5, Gaussian); the seeds are fixed, so it passes always or never. A rescaling missing would be 20 away.
+    # (24 * 9.6e-5, Gaussian); the seeds are fixed, so it passes always or never. Without the rescaling, all are 5 away.
     d = stacked(9, 3, (24,)) + 3.0
     draws = jax.jit(jax.vmap(lambda key: merging.dare({"w": d}, key=key, drop=0.25)["w"]))(jax.random.split(KEY, 2000))
     draws = np.asarray(draws, np.float64)
     error = (draws.mean(0) - d.mean(0)) / (draws.std(0, ddof=1) / np.sqrt(2000))
     assert np.abs(error).max() < 3.9
-    assert np.abs(0.75 * draws.mean(0) - d.mean(0)).min() / (draws.std(0).max() / np.sqrt(2000)) > 20
+    assert np.abs(0.75 * draws.mean(0) - d.mean(0)).min() / (draws.std(0).max() / np.sqrt(2000)) > 5
 
 
 def test_dare_masks_are_independent_over_workers_leaves_and_keys():
