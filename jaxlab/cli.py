@@ -194,7 +194,9 @@ def _columns(values: dict[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Whole numbers with thousands separated, others as Python writes them."""
+    """As Python writes it, but thousands separated and long fractions cut."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}".replace(",", "_") if abs(value) >= 10_000 else str(value)
-    return value if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else repr(value)
+    if isinstance(value, float) and len(repr(value)) > 8:
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else repr(value)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jaxlab.core import prng, tree
 from jaxlab.lowcomm import merging
@@ -90,13 +90,17 @@ class LowComm:
     aggregate: str | merging.Aggregator = "mean"
     fragments: Fragments | None = None
     overlap: int = 0
-    mix: float = 0.0
+    mix: float | int = 0.0
     compress: Compression | None = None
     nonfinite: str = "error"
 
     def __post_init__(self):
         if isinstance(self.aggregate, str):
             object.__setattr__(self, "aggregate", merging.get(self.aggregate))
+        if not isinstance(self.aggregate, merging.Aggregator):
+            raise TypeError(f"aggregate must be a name or a merging.Aggregator, got {self.aggregate!r}")
+        if not isinstance(self.compress, Compression | None):
+            raise TypeError(f"compress must be a Compression or None, got {self.compress!r}")
         schedule = self.schedule  # validates sync_every, fragments and overlap
         if schedule.period != self.sync_every:
             raise ValueError(
@@ -154,7 +158,8 @@ class LowComm:
             outer_state=tuple(self.outer.init(part) for part in self._parts(params)),
             worker_params=worker_params,
             inner_state=jax.vmap(self.inner.init)(worker_params),
-            residual=jax.tree.map(jnp.zeros_like, worker_params) if keeps else (),
+            # At least float32: in the parameters' own bfloat16, what is left would itself be rounded away.
+            residual=jax.tree.map(lambda w: jnp.zeros(w.shape, _residual_dtype(w)), worker_params) if keeps else (),
             step=jnp.zeros((), jnp.int32),
         )
 
@@ -193,9 +198,11 @@ class LowComm:
         Returns:
           `f(state, batch, key, weights=None) -> (state, metrics)`. Batch leaves are `[K, H, ...]`; the key is folded
           with the inner step and the worker, so pass the run's root key. `weights [K]` are normalised to sum 1 (sample
-          counts; 0 leaves a worker out; `workers.check_weights` checks them on the host). The state must be at a round
-          boundary. Metrics: `loss [K, H]`, `delta_sq [K]` (squared norms of the pseudo-gradients) and `merged_sq` (of
-          their aggregate); they are 0 for a fragment that was not synchronised. Jit it with `donate_argnums=0`.
+          counts; 0 leaves a worker out; `workers.check_weights` checks them on the host, under jit all zeros merge to
+          NaN). The state must be at a round boundary. Metrics: `loss [K, H]`, `delta_sq [K]` (squared norms of the
+          pseudo-gradients) and `merged_sq` (of their aggregate), summed over the fragments that were synchronised;
+          `delta_sq` is 0 for a worker that is left out. With `nonfinite="error"` also `nonfinite_leaf [K]`, the number
+          of the parameters' leaf in which a NaN or Inf was found, or -1. Jit it with `donate_argnums=0`.
         """
         step = self.step(loss_fn, mesh=mesh, axis=axis)
         inner = self._inner(loss_fn, mesh, axis)
@@ -437,6 +444,6 @@ def _check_axis(mesh: Mesh, axis: str, workers: int) -> None:
         raise ValueError(f"{workers} workers do not divide over the {mesh.shape[axis]} devices of mesh axis {axis!r}")
 
 
-def _state_specs(tx: optax.GradientTransformation, state: Shaped, specs: PyTree) -> PyTree:
+def _state_specs(tx: optax.GradientTransformation, state: PyTree, specs: PyTree) -> PyTree:
     """Partition specs of an optimizer state: those of the parameters where it mirrors them, none elsewhere."""
     return optax.tree.map_params(tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: PartitionSpec())

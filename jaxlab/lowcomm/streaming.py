@@ -82,7 +82,7 @@ class Schedule:
         sync, apply = self.traced(np.int32(step))
         return int(sync), int(apply)
 
-    def traced(self, step: Int[Array | np.ndarray, ""]) -> tuple[Array, Array]:
+    def traced(self, step: Int[Array | np.ndarray | np.generic, ""]) -> tuple[Array, Array]:
         """`at` for a step number inside jit."""
 
         def fragment(t):

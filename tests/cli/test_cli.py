@@ -63,7 +63,7 @@ def test_show(fakelab: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("show", "toy:large", "lr=2", "limit=7") == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "toy:large Toy method: halves a number."
-    for line in ("steps 30", "optim.lr 2", "limit 7", "model.layers (1, 2)", "parameters 160_000"):
+    for line in ("steps 30", "optim.lr 2.0", "limit 7", "model.layers (1, 2)", "parameters 160_000"):
         assert line in lines
     assert "FLOPs a step 1.5e+09" in lines
     assert not Path("runs").exists()
