@@ -6,7 +6,6 @@ on the validation part with another seed (`jaxlab run isoloco:tune`), with as ma
 """
 
 import functools
-import operator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,14 @@ import jax
 import optax
 
 from jaxlab import lowcomm
-from jaxlab.core import mesh as meshes
-from jaxlab.core import prng, run, sweep, tree
-from jaxlab.core.metrics import make_writer, read_jsonl
+from jaxlab.core import run, sweep, tree
+from jaxlab.core.errors import ConfigError, did_you_mean
 from jaxlab.core.progress import NullProgress, Progress
 from jaxlab.core.report import Result
-from jaxlab.core.train import checkpoint, evaluate, fit
-from jaxlab.data import make_shards, per_worker_batch
-from jaxlab.experiments import lm, lowcomm_report
+from jaxlab.data import make_shards
+from jaxlab.experiments import lm, lowcomm_report, lowcomm_run
 from jaxlab.nn import transformer
 
-SETTINGS = operator.itemgetter("lr", "outer_lr", "outer_momentum")
 METHODS = {
     "dp": "data-parallel AdamW",
     "diloco": "DiLoCo",
@@ -34,9 +30,9 @@ METHODS = {
 }
 
 
-def algorithm(config: Any, cell: sweep.Cell, params: Any, values: Any = None) -> lowcomm.LowComm | lowcomm.DataParallel:
+def algorithm(config: Any, cell: sweep.Cell, params: Any, values: Any = None) -> lowcomm_run.Algorithm:
     """The training algorithm of one cell; `values` replaces its three numbers, so that they can be traced."""
-    lr, eta, mu = SETTINGS(cell.settings) if values is None else values
+    lr, eta, mu = lowcomm_run.SETTINGS(cell.settings) if values is None else values
     t, c, method = config.train, config.lowcomm, cell.labels["method"]
     momentum = cell.settings["outer_momentum"] > 0
     mu = mu if momentum else 0.0
@@ -46,13 +42,16 @@ def algorithm(config: Any, cell: sweep.Cell, params: Any, values: Any = None) ->
     inner = optax.chain(optax.clip_by_global_norm(t.clip), adamw)
     if method == "dp":
         return lowcomm.DataParallel(inner)
+    model = lm.model_config(config)
     if method in ("isoloco", "diloco_sgd_isoc"):
-        specs = transformer.matrix_specs(lm.model_config(config))
+        specs = transformer.matrix_specs(model)
+        if c.fragments > 1:  # the outer optimizer sees a fragment at a time: patterns are for the whole
+            resolved = lowcomm.resolve_specs(params, specs)
+            specs = lambda path, leaf: resolved[path]  # noqa: E731
         outer = lowcomm.isoloco(eta, mu, nesterov=momentum, method=c.isotropize, specs=specs)
     else:
         outer = lowcomm.diloco(eta, mu, nesterov=momentum)
-    stacked = lm.model_config(config).scan_layers
-    fragments = lowcomm.Fragments.by_layer(params, c.fragments, stacked=stacked) if c.fragments > 1 else None
+    fragments = lowcomm.Fragments.by_layer(params, c.fragments, stacked=model.scan_layers) if c.fragments > 1 else None
     compress = None if c.compress == "none" else lowcomm.Compression(c.compress)
     return lowcomm.LowComm(
         inner, outer, cell.labels["H"], c.aggregate, fragments, overlap=c.overlap, mix=c.mix, compress=compress
@@ -60,129 +59,87 @@ def algorithm(config: Any, cell: sweep.Cell, params: Any, values: Any = None) ->
 
 
 def cells(config: Any) -> list[sweep.Cell]:
-    """Everything the config asks for; data-parallel training does not depend on K and H and runs once a seed."""
-    ks = config.sweep.workers or (config.lowcomm.workers,)
-    hs = config.sweep.inner_steps or (config.lowcomm.inner_steps,)
-    found = []
-    for seed in config.seeds:
-        for k in ks:
-            for h in hs:
-                if config.train.steps % h:
-                    raise ValueError(f"train.steps must be a multiple of inner_steps={h}, got {config.train.steps}")
-                for method in config.methods:
-                    if method not in METHODS:
-                        raise ValueError(f"methods must be among {tuple(METHODS)}, got {method!r}")
-                    if method == "dp" and (k, h) != (ks[-1], hs[-1]):
-                        continue
-                    for setting, extra in lowcomm_report.settings(config, method, k, h):
-                        labels = {"method": method, "K": k, "H": h, **extra}
-                        found.append(sweep.Cell(labels, seed, config.train.steps, setting))
-    return found
+    """Everything the config asks for; data-parallel training does not depend on K and H and runs once a seed.
 
-
-def train_cell(config: Any, task: lm.Task, cell: sweep.Cell, folder: Path, progress: Any, resume: str) -> Any:
-    """Trains and scores one cell, continuing from its newest checkpoint."""
-    k, h, t = cell.labels["K"], cell.labels["H"], config.train
-    batch = per_worker_batch(t.global_batch, k)
-    init_key, run_key = jax.random.split(prng.key(cell.seed))
-    params = transformer.init(task.model, init_key)
-    algo = algorithm(config, cell, params)
-    mesh = _worker_mesh(config.lowcomm.devices, k)
-    shards = make_shards(task.train, k, seq_len=config.data.seq_len, split=config.data.split, seed=cell.seed)
-    by_round = {"round": True, "step": False}[t.unit]
-    scale = h if by_round else 1  # inner steps in one call of the compiled program
-    program, values = _program(config, task, cell, mesh), SETTINGS(cell.settings)
-
-    def batches(i):
-        rows = shards.batch(i, batch_per_worker=batch, inner_steps=h if by_round else None)
-        return rows if mesh is None else meshes.put(rows, meshes.named(mesh, "worker"))
-
-    facts = {"corpus": task.corpus_sha256, "cell": cell.name, "settings": dict(cell.settings)}
-    checkpointer, state, start = sweep.restore(
-        folder, algo.init(params, k, mesh=mesh), facts, keep=2, on_message=progress.line
-    )
-    every = h // scale  # calls in a round
-    hooks = [
-        evaluate(lambda s: {"loss": task.evaluate(s.params, task.valid)}, t.eval_every * every, "valid"),
-        checkpoint(checkpointer, t.checkpoint_every * every, facts),
+    Raises:
+      ConfigError: for settings that do not fit together, before anything is trained.
+    """
+    ks = tuple(config.sweep.workers) or (config.lowcomm.workers,)
+    hs = tuple(config.sweep.inner_steps) or (config.lowcomm.inner_steps,)
+    for method in config.methods:
+        if method not in METHODS:
+            raise ConfigError(f"methods must be among {tuple(METHODS)}, got {method!r}{did_you_mean(method, METHODS)}")
+    if min(*ks, *hs) < 1:
+        raise ConfigError(f"workers and inner_steps must be >= 1, got {ks} and {hs}")
+    if len(set(config.seeds)) < len(config.seeds):
+        raise ConfigError(f"seeds must differ, got {tuple(config.seeds)}")
+    found = [
+        sweep.Cell({"method": method, "K": k, "H": h, **extra}, seed, config.train.steps, setting)
+        for seed in config.seeds
+        for k in ks
+        for h in hs
+        for method in config.methods
+        if method != "dp" or (k, h) == (ks[-1], hs[-1])
+        for setting, extra in lowcomm_report.settings(config, method, k, h)
     ]
-    first = jax.process_index() == 0  # the only process that writes
-    with checkpointer, make_writer(folder, t.writers if first else (), resume_step=start or None) as writer:
-        result = fit(
-            state, lambda *args: program(*args, values), batches, steps=t.steps // scale, key=run_key, start=start, log_every=every, hooks=hooks,
-            writer=writer, progress=progress, resume_command=resume,
-        )  # fmt: skip
-    records = [r for r in (read_jsonl(folder / "metrics.jsonl") if first else []) if "valid/loss" in r]
-    sent = lowcomm_report.bytes_sent(algo, params, k, h)
-    inner_steps = [r["step"] * scale for r in records]
-    tokens = t.global_batch * config.data.seq_len
-    return sweep.CellResult(
-        {
-            "loss": float(task.evaluate(result.state.params, task.test)),
-            "valid": float(task.evaluate(result.state.params, task.valid)),
-            "MB sent": sent * t.steps / 1e6,
-        },
-        {
-            "tokens": [s * tokens for s in inner_steps],
-            "MB": [s * sent / 1e6 for s in inner_steps],
-            "valid": [r["valid/loss"] for r in records],
-        },
-    )
-
-
-def _program(config: Any, task: lm.Task, cell: sweep.Cell, mesh: Any) -> Any:
-    """One call of training, compiled once for all seeds and settings of a method, K and H."""
-    labels = tuple(cell.labels[name] for name in ("method", "K", "H")) + (cell.settings["outer_momentum"] > 0,)
-    if labels not in task.programs:
-        params = jax.eval_shape(lambda: transformer.init(task.model, jax.random.key(0)))
-
-        def call(state, batch, key, values):
-            algo = algorithm(config, cell, params, values)
-            run_one = algo.round if config.train.unit == "round" else algo.step
-            return run_one(task.loss_fn, mesh=mesh)(state, batch, key)
-
-        task.programs[labels] = jax.jit(call, donate_argnums=0)
-    return task.programs[labels]
+    try:
+        params = _abstract_params(config)
+        for cell in found:
+            lowcomm_run.check(config, cell)
+            algorithm(config, cell, params)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return found
 
 
 def main(config: Any, workdir: Path) -> Result:
     """Runs every cell and reports losses, gaps, and curves against tokens and bytes."""
-    todo, task = cells(config), lm.load_task(config)
+    todo = cells(config)
+    try:
+        task = lm.load_task(config)
+        for k in {cell.labels["K"] for cell in todo}:
+            make_shards(task.train, k, seq_len=config.data.seq_len, split=config.data.split)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
     run.add_env(workdir, {"corpus_sha256": task.corpus_sha256})
-    train = functools.partial(train_cell, config, task, resume=run.resume_command(workdir))
-    scale = 1 if config.train.unit == "step" else None
+    train = functools.partial(
+        lowcomm_run.train, config, task, functools.partial(algorithm, config), resume=run.resume_command(workdir)
+    )
     first = jax.process_index() == 0
     with (Progress if first else NullProgress)(sum(cell.steps for cell in todo)) as progress:
         results = sweep.run_cells(
             todo, lambda cell, folder, view: train(cell, folder, view), workdir, progress=progress,
-            steps_per_update=lambda cell: scale or cell.labels["H"], allow_divergence=config.grid.on,
+            steps_per_update=lambda cell: lowcomm_run.steps_a_call(config, cell), allow_divergence=config.grid.on,
         )  # fmt: skip
     return lowcomm_report.result(config, todo, results, METHODS) if first else Result("written by process 0")
 
 
 def describe(config: Any) -> dict[str, Any]:
     """Sizes of one run without training: parameters, state, arithmetic and communication."""
-    model, facts = lm.model_config(config), {}
-    params = jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
+    model, params = lm.model_config(config), _abstract_params(config)
     tokens = config.train.global_batch * config.data.seq_len
-    facts["parameters"] = tree.size(params)
-    facts["tokens a step"] = tokens
-    facts["FLOPs a step"] = transformer.flops_per_token(model, config.data.seq_len) * tokens
-    for cell in {cell.labels["method"]: cell for cell in cells(config)}.values():
-        algo, k = algorithm(config, cell, params), cell.labels["K"]
+    facts = {
+        "parameters": tree.size(params),
+        "tokens a step": tokens,
+        "FLOPs a step": transformer.flops_per_token(model, config.data.seq_len) * tokens,
+    }
+    todo = cells(config)
+    swept = len({(cell.labels["K"], cell.labels["H"]) for cell in todo}) > 1
+    for cell in {lowcomm_run.kind(cell): cell for cell in todo}.values():
+        algo, k, h = algorithm(config, cell, params), cell.labels["K"], cell.labels["H"]
         state = jax.eval_shape(lambda p, algo=algo, k=k: algo.init(p, k), params)
-        name = METHODS[cell.labels["method"]]
+        name = METHODS[cell.labels["method"]] + (f", K={k}, H={h}" if swept else "")
         facts[f"state bytes, {name}"] = tree.nbytes(state)
-        facts[f"bytes sent a worker and step, {name}"] = lowcomm_report.bytes_sent(algo, params, k, cell.labels["H"])
+        facts[f"bytes sent a worker and step, {name}"] = lowcomm_run.bytes_sent(algo, params, k, h)
     return facts
 
 
-def _worker_mesh(devices: int, workers: int) -> jax.sharding.Mesh | None:
-    """A mesh over the workers, or None for one device; 0 devices takes as many as divide the workers."""
-    available = jax.device_count()
-    if devices == 0:
-        devices = max(d for d in range(1, available + 1) if workers % d == 0)
-    return None if devices == 1 and jax.process_count() == 1 else meshes.make_mesh({"worker": devices})
+def _abstract_params(config: Any) -> Any:
+    try:
+        model = lm.model_config(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
 
 
 if __name__ == "__main__":

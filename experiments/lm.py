@@ -74,10 +74,14 @@ def load_corpus(path: str) -> Corpus:
 
 
 def load_task(config: Any) -> Task:
-    """Reads the corpus, splits it by documents (90 % train, 5 % validation, 5 % test) and checks that the model fits it."""
+    """Reads the corpus and splits it by documents: 90 % train, 5 % validation, 5 % test.
+
+    Raises:
+      ValueError: when the model or the corpus is too small.
+    """
     model, corpus = model_config(config), load_corpus(config.data.path)
     if corpus.vocab > model.vocab:
-        raise ValueError(f"model.preset={config.model.preset!r} has {model.vocab} tokens, the corpus needs {corpus.vocab}")
+        raise ValueError(f"model.preset={config.model.preset!r} has {model.vocab} tokens, the corpus {corpus.vocab}")
     train, valid, test = split(corpus)
     windows = functools.partial(eval_windows, seq_len=config.data.seq_len, count=config.data.eval_windows)
     return Task(model, corpus.sha256, train, windows(valid), windows(test))

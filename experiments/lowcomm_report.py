@@ -7,11 +7,12 @@ from typing import Any
 from jaxlab.core import sweep
 from jaxlab.core.report import Plot, Result, Series, Table, format_interval, format_number, mean_ci
 
+Number = int | float
 # (better according to the paper, what it is compared with)
 PAIRS = (("diloco_sgd_isoc", "diloco_sgd"), ("isoloco", "diloco"))
 
 
-def settings(config: Any, method: str, k: int, h: int) -> list[tuple[dict[str, float], dict[str, float]]]:
+def settings(config: Any, method: str, k: int, h: int) -> list[tuple[dict[str, Number], dict[str, Number]]]:
     """(settings, extra labels) of every run of a method at K and H: the tuned point, or all points of its grid."""
     if config.grid.on:
         lrs, etas, mus = next(space[1:] for space in config.grid.space if space[0] == method)
@@ -26,25 +27,17 @@ def settings(config: Any, method: str, k: int, h: int) -> list[tuple[dict[str, f
     return [(point, {})]
 
 
-def _nearest(tuned: Sequence[Sequence[float]], k: int, h: int) -> Sequence[float]:
+def _nearest(tuned: Sequence[Sequence[Number]], k: int, h: int) -> Sequence[Number]:
     """The tuned point nearest to K and H on a logarithmic scale."""
     return min(tuned, key=lambda row: abs(math.log2(row[0] / k)) + abs(math.log2(row[1] / h)))
-
-
-def bytes_sent(algo: Any, params: Any, k: int, h: int) -> float:
-    """Bytes that a worker sends for one inner step, on average, on a ring."""
-    sync_every = getattr(algo, "sync_every", None)
-    per_round = algo.bytes_per_round(params, k) if sync_every else algo.bytes_per_round(params, k, h)
-    return per_round["ring"] / h
 
 
 def result(config: Any, cells: Sequence[sweep.Cell], results: Sequence[sweep.CellResult], names: dict) -> Result:
     """The report of a finished sweep."""
     if config.grid.on:
         return _tuning(config, cells, results, names)
-    pairs = list(zip(cells, results, strict=True))
     groups: dict[tuple, list] = {}
-    for cell, res in pairs:
+    for cell, res in zip(cells, results, strict=True):
         groups.setdefault((cell.labels["method"], cell.labels["K"], cell.labels["H"]), []).append((cell, res))
     table = Table(
         "Test loss, nats a token",
@@ -100,9 +93,10 @@ def _plots(groups: dict, names: dict) -> list[Plot]:
     for axis, values, label in ((1, ks, "K, workers"), (2, hs, "H, inner steps between synchronisations")):
         if len(values) < 2:
             continue
-        series = []
+        series, other = [], (hs if axis == 1 else ks)[-1]
         for method in dict.fromkeys(m for m, _, _ in groups):
-            points = sorted((key[axis], mean_ci([r.values["loss"] for r in seeds[key]])) for key in groups if key[0] == method)
+            mine = [key for key in groups if key[0] == method and (method == "dp" or key[3 - axis] == other)]
+            points = sorted((key[axis], mean_ci([r.values["loss"] for r in seeds[key]])) for key in mine)
             if method == "dp":  # does not depend on either: a level
                 points = [(v, points[0][1]) for v in values]
             err = [half if math.isfinite(half) else 0.0 for _, (_, half) in points]
@@ -145,12 +139,11 @@ def _tuning(config: Any, cells: Sequence[sweep.Cell], results: Sequence[sweep.Ce
     )
 
 
-def _interval(values: Sequence[float]) -> str:
-    mean, half = mean_ci(values)
-    return format_interval(mean, half) if len(values) > 1 else format_number(mean)
+def _interval(values: Sequence[Number]) -> str:
+    return format_interval(*mean_ci(values)) if len(values) > 1 else format_number(values[0])
 
 
-def _sem(values: Sequence[float]) -> tuple[float, float]:
+def _sem(values: Sequence[Number]) -> tuple[Number, Number]:
     mean = sum(values) / len(values)
     if len(values) < 2:
         return mean, 0.0

@@ -1,7 +1,7 @@
 """Several short runs in one run folder: each is done once, resumes where it stopped, and reports into one progress.
 
-A `Cell` is one setting and seed. `run_cells` gives each its own folder `cells/NAME` and writes `cell.json` there when it
-ends; a sweep that is started again reads the cells that are done and goes on with the first that is not.
+A `Cell` is one setting and seed. `run_cells` gives each its own folder `cells/NAME` and writes `cell.json` there when
+it ends; a sweep that is started again reads the cells that are done and goes on with the first that is not.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ import jax
 from jaxtyping import PyTree
 
 from jaxlab.core.checkpoint import Checkpointer
-from jaxlab.core.errors import NonFiniteError
+from jaxlab.core.errors import CheckpointError, NonFiniteError
 from jaxlab.core.metrics import atomic_write
-from jaxlab.core.progress import Progress
+from jaxlab.core.progress import NullProgress, Progress
 from jaxlab.core.report import Row
 
 
@@ -54,20 +54,20 @@ class CellResult:
       curves: numbers over time, each a list; a plot pairs two of them.
     """
 
-    values: Mapping[str, float]
-    curves: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, int | float]
+    curves: Mapping[str, Sequence[int | float]] = dataclasses.field(default_factory=dict)
 
 
 class CellProgress:
     """A cell's part of the sweep's progress, with the interface of `Progress`."""
 
-    def __init__(self, whole: Progress, offset: int, scale: float, prefix: str):
+    def __init__(self, whole: Progress | NullProgress, offset: int, scale: int, prefix: str):
         self._whole, self._offset, self._scale, self._prefix = whole, offset, scale, prefix
 
     def update(self, done: int, fields: Mapping[str, Any] | None = None) -> None:
         """Reports that `done` steps of this cell are done."""
         self._whole.label = self._prefix
-        self._whole.update(self._offset + round(done * self._scale), fields)
+        self._whole.update(self._offset + done * self._scale, fields)
 
     def line(self, text: str) -> None:
         """Prints one line."""
@@ -79,8 +79,8 @@ def run_cells(
     run: Callable[[Cell, Path, CellProgress], CellResult],
     workdir: Path,
     *,
-    progress: Progress,
-    steps_per_update: Callable[[Cell], float] = lambda cell: 1.0,
+    progress: Progress | NullProgress,
+    steps_per_update: Callable[[Cell], int] = lambda cell: 1,
     allow_divergence: bool = False,
 ) -> list[CellResult]:
     """Runs every cell that is not done yet.
@@ -101,8 +101,9 @@ def run_cells(
       ValueError: when two cells have the same name.
     """
     names = [cell.name for cell in cells]
-    if len(set(names)) < len(names):
-        raise ValueError(f"cells must have different names, got {[n for n in names if names.count(n) > 1][0]!r} twice")
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"cells must have different names, got {twice[0]!r} {names.count(twice[0])} times")
     results, offset = [], 0
     for number, cell in enumerate(cells, 1):
         folder = workdir / "cells" / cell.name
@@ -155,17 +156,21 @@ def restore(
       `(checkpointer, state, steps done)`.
 
     Raises:
-      ValueError: when a fact differs from the one saved.
+      CheckpointError: when a fact differs from the one saved, or the checkpoints do not fit or cannot be read.
     """
     checkpointer = Checkpointer(folder / "checkpoints", keep=keep, on_message=on_message)
-    restored = checkpointer.restore(state)
-    if restored is None:
-        return checkpointer, state, 0
-    for name, value in facts.items():
-        if restored.meta.get(name) != value:
-            raise ValueError(
-                f"{folder}: the checkpoint was made with {name}={restored.meta.get(name)!r}, now it is {value!r}; "
-                "resuming would not continue the same run"
-            )
+    try:
+        restored = checkpointer.restore(state)
+        if restored is None:
+            return checkpointer, state, 0
+        for name, value in facts.items():
+            if restored.meta.get(name) != value:
+                raise CheckpointError(
+                    f"{folder}: the checkpoint was made with {name}={restored.meta.get(name)!r}, now it is {value!r}; "
+                    "resuming would not continue the same run"
+                )
+    except CheckpointError:
+        checkpointer.close()
+        raise
     on_message(f"resumed after step {restored.step}")
     return checkpointer, restored.state, restored.step

@@ -6,7 +6,7 @@ from jaxlab.lowcomm.compression import Compression
 from jaxlab.lowcomm.data_parallel import DataParallel, DataParallelState
 from jaxlab.lowcomm.diloco import diloco, local_sgd
 from jaxlab.lowcomm.isoloco import isoloco
-from jaxlab.lowcomm.isotropize import MatrixSpec, isotropize, nuclear_norm, polar
+from jaxlab.lowcomm.isotropize import MatrixSpec, isotropize, nuclear_norm, polar, resolve_specs
 from jaxlab.lowcomm.lookahead import LookaheadState, lookahead
 from jaxlab.lowcomm.lowcomm import LowComm, LowCommState
 from jaxlab.lowcomm.streaming import Fragments, Schedule
@@ -35,4 +35,5 @@ __all__ = [
     "nuclear_norm",
     "polar",
     "resize",
+    "resolve_specs",
 ]

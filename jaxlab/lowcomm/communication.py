@@ -9,7 +9,7 @@ import re
 
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
-_OP = re.compile(rf"= (?P<shape>\([^=]*?\)|\S+) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
+_OP = re.compile(rf"= (?P<shape>\(.*?\)|\S+) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 
 

@@ -22,6 +22,9 @@ from jaxtyping import Array, Float, Int, UInt8
 
 FORMATS = ("int8", "int4", "e3m0")
 _LEVELS = {"int8": 127, "int4": 7}
+# Below it a block is sent as zeros, and error feedback keeps it: its codes would decode to subnormal numbers, which
+# some processors keep and others do not.
+_SMALLEST = 2.0**-118
 
 
 class Packed(NamedTuple):
@@ -62,7 +65,11 @@ class Compression:
         flat = jnp.zeros((blocks * self.block_size,), jnp.float32).at[: x.size].set(jnp.ravel(x).astype(jnp.float32))
         grid = flat.reshape(blocks, self.block_size)
         scale = jnp.max(jnp.abs(grid), axis=1, initial=0.0)
-        unit = grid * jnp.where(scale > 0, 1.0 / scale, 0.0)[:, None]
+        normal = ~(scale < _SMALLEST)
+        # Compilers divide by multiplying with the reciprocal, which is subnormal for the largest scales and counts as 0
+        # on some processors: both sides go to the middle of the range first. Powers of two, so nothing is rounded.
+        middle = jnp.where(scale > 1, 2.0**-24, 2.0**24)
+        unit = (grid * middle[:, None]) / jnp.where(normal, scale * middle, 1.0)[:, None]
         if self.format == "e3m0":
             codes = _e3m0_encode(unit).ravel()
         else:
@@ -71,9 +78,7 @@ class Compression:
         if self.format != "int8":
             pairs = (codes & 0xF).reshape(-1, 2)
             codes = pairs[:, 0] | (pairs[:, 1] << 4)
-        # A subnormal scale has no float32 reciprocal: the block is sent as zeros and error feedback keeps it.
-        sendable = ~(scale > 0) | jnp.isfinite(1.0 / scale)
-        return Packed(codes, jnp.where(jnp.isfinite(scale), jnp.where(sendable, scale, 0.0), jnp.nan))
+        return Packed(codes, jnp.where(jnp.isfinite(scale), jnp.where(normal, scale, 0.0), jnp.nan))
 
     def decode(self, packed: Packed, shape: tuple[int, ...], dtype) -> Float[Array, "..."]:
         """The leaf of `shape` and `dtype` that `packed` stands for."""
@@ -101,12 +106,13 @@ class Compression:
 
 
 def _int8_decode(codes: UInt8[Array, " n"]) -> Float[Array, " n"]:
-    return codes.astype(jnp.int8).astype(jnp.float32) / 127
+    # Clipped: as a multiplication with the reciprocal, 127 / 127 may come out above 1 and overflow with its scale.
+    return jnp.clip(codes.astype(jnp.int8).astype(jnp.float32) / 127, -1.0, 1.0)
 
 
 def _int4_decode(codes: UInt8[Array, " n"]) -> Float[Array, " n"]:
     signed = codes.astype(jnp.int32)
-    return jnp.where(signed > 7, signed - 16, signed).astype(jnp.float32) / 7
+    return jnp.clip(jnp.where(signed > 7, signed - 16, signed).astype(jnp.float32) / 7, -1.0, 1.0)
 
 
 def _e3m0_encode(unit: Float[Array, "blocks size"]) -> UInt8[Array, "blocks size"]:

@@ -56,12 +56,20 @@ class DataParallel:
             return make(jax.tree.map(jnp.array, params))
         return jax.jit(make, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
 
-    def step(self, loss_fn: LossFn, **_: Any) -> Callable[..., Any]:
-        """One optimizer step: `f(state, batch [K, b, ...], key) -> (state, {"loss": scalar})`."""
+    def step(self, loss_fn: LossFn, *, mesh: Mesh | None = None, axis: str = "worker") -> Callable[..., Any]:
+        """One optimizer step: `f(state, batch [K, b, ...], key) -> (state, {"loss": scalar})`.
+
+        Args:
+          loss_fn: `(params, batch, key) -> scalar loss`, the mean over its batch.
+          mesh, axis: as in `LowComm.round`, so that one can stand for the other. Only the axis is checked: where the
+            batch lies decides where the work is done.
+        """
+        _check_mesh(mesh, axis)
         inner = optax.with_extra_args_support(self.inner)
 
         def run(state, batch, key):
-            rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x, batch)
+            _check_batch(batch, 1)
+            rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
             loss, grads = jax.value_and_grad(loss_fn)(state.params, rows, prng.step_key(key, state.step))
             updates, inner_state = inner.update(grads, state.inner_state, state.params)
             return DataParallelState(optax.apply_updates(state.params, updates), inner_state, state.step + 1), {
@@ -70,11 +78,12 @@ class DataParallel:
 
         return run
 
-    def round(self, loss_fn: LossFn, **_: Any) -> Callable[..., Any]:
-        """H steps: `f(state, batch [K, H, b, ...], key) -> (state, {"loss": [H]})`."""
-        step = self.step(loss_fn)
+    def round(self, loss_fn: LossFn, *, mesh: Mesh | None = None, axis: str = "worker") -> Callable[..., Any]:
+        """H steps: `f(state, batch [K, H, b, ...], key) -> (state, {"loss": [H]})`; arguments as in `step`."""
+        step = self.step(loss_fn, mesh=mesh, axis=axis)
 
         def run(state, batch, key):
+            _check_batch(batch, 2)
             by_step = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), batch)
             return jax.lax.scan(lambda s, b: step(s, b, key), state, by_step)
 
@@ -84,3 +93,18 @@ class DataParallel:
         """Bytes that `steps` steps put on the network for each worker, as in `LowComm.bytes_per_round`."""
         payload = tree.nbytes(params) * steps
         return {"payload": payload, "ring": 2 * (num_workers - 1) * payload // num_workers}
+
+
+def _check_mesh(mesh: Mesh | None, axis: str) -> None:
+    if mesh is not None and axis not in mesh.axis_names:
+        raise ValueError(f"axis {axis!r} is not in the mesh; it has {mesh.axis_names}")
+
+
+def _check_batch(batch: PyTree, lead: int) -> None:
+    """Every leaf has the same leading axes, [K] or [K, H], and behind them at least the axis of samples."""
+    names = "[K, b, ...]" if lead == 1 else "[K, H, b, ...]"
+    shapes = dict(zip(tree.leaf_paths(batch), map(jnp.shape, jax.tree.leaves(batch)), strict=True))
+    first = next(iter(shapes.values()), ())[:lead]
+    for path, shape in shapes.items():
+        if len(shape) <= lead or shape[:lead] != first:
+            raise ValueError(f"batch leaf {path!r} must be {names} with {list(first)} in front, got {shape}")

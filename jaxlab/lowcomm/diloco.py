@@ -12,16 +12,20 @@ arithmetic with scale eta/K, repeated every H steps.
 Sources: DiLoCo (arXiv 2311.08105), algorithm 1 and table 5 (eta 0.7, mu 0.9); FedAvg (arXiv 1602.05629).
 """
 
+import math
 import numbers
 from typing import Any
 
+import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-ScalarOrSchedule = float | Float[Array, ""] | optax.Schedule
+ScalarOrSchedule = int | float | np.number | Float[Array | np.ndarray, ""] | optax.Schedule
 
 
-def diloco(learning_rate: ScalarOrSchedule = 0.7, momentum: Any = 0.9, *, nesterov: bool = True):
+def diloco(
+    learning_rate: ScalarOrSchedule = 0.7, momentum: Any = 0.9, *, nesterov: bool = True
+) -> optax.GradientTransformation:
     """DiLoCo's outer optimizer: `optax.sgd` with Nesterov momentum on the mean pseudo-gradient.
 
     Args:
@@ -74,8 +78,8 @@ def momentum_trace(momentum: Any, nesterov: bool) -> optax.GradientTransformatio
 
 def check_outer(learning_rate: Any, momentum: Any, nesterov: bool) -> None:
     """Checks outer hyper-parameters that are plain numbers; schedules and traced values pass."""
-    if isinstance(learning_rate, numbers.Real) and not learning_rate > 0:
-        raise ValueError(f"learning_rate must be > 0, got {learning_rate}")
+    if isinstance(learning_rate, numbers.Real) and not (learning_rate > 0 and math.isfinite(learning_rate)):
+        raise ValueError(f"learning_rate must be finite and > 0, got {learning_rate}")
     if isinstance(momentum, numbers.Real):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")

@@ -18,12 +18,14 @@ untouched embedding rows where they are and makes the result independent of the 
 never averaged silently.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import optax
+from jaxtyping import PyTree
 
 from jaxlab.lowcomm.diloco import ScalarOrSchedule, check_outer, momentum_trace
-from jaxlab.lowcomm.isotropize import isotropize
+from jaxlab.lowcomm.isotropize import Method, Rtol, Specs, Steps, isotropize
 
 ORDERS = ("gradient", "update")
 
@@ -34,7 +36,11 @@ def isoloco(
     *,
     nesterov: bool = True,
     order: str = "gradient",
-    **isotropize_options: Any,
+    method: Method = "svd",
+    rtol: Rtol = "auto",
+    ns_steps: Steps = 12,
+    specs: Specs = None,
+    mask: PyTree | Callable[[PyTree], PyTree] | None = None,
 ) -> optax.GradientTransformation:
     """IsoLoCo's outer optimizer, fed with the mean pseudo-gradient.
 
@@ -44,7 +50,10 @@ def isoloco(
       nesterov: Nesterov momentum, otherwise heavy ball.
       order: "gradient" isotropises the pseudo-gradient and then applies momentum (the paper's choice); "update" applies
         momentum first and isotropises the result (an outer Muon whose scale is the mean singular value).
-      **isotropize_options: `method`, `rtol`, `ns_steps`, `specs`, `mask` of `isotropize`.
+      method, rtol, ns_steps, specs, mask: as in `isotropize`. With `LowComm(fragments=...)` the outer optimizer sees a
+        flat dict path -> leaf a fragment, so `specs` and `mask` cannot be pytrees shaped like the parameters, and a
+        pattern that matches in some fragments only is an error in the others: resolve patterns on the whole tree,
+        `resolved = resolve_specs(params, patterns)`, and pass `specs=lambda path, leaf: resolved[path]`.
 
     Returns:
       An `optax.GradientTransformation` for `LowComm(outer=...)`, equal to
@@ -63,7 +72,8 @@ def isoloco(
     check_outer(learning_rate, momentum, nesterov)
     if order not in ORDERS:
         raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
-    parts = [isotropize(**isotropize_options), momentum_trace(momentum, nesterov)]
+    merge = isotropize(method, rtol=rtol, ns_steps=ns_steps, specs=specs, mask=mask)
+    parts = [merge, momentum_trace(momentum, nesterov)]
     if order == "update":
         parts.reverse()
     return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))

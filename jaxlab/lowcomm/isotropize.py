@@ -188,7 +188,8 @@ def isotropize(
     check_options(method, rtol, ns_steps)
 
     def init(params: PyTree) -> optax.EmptyState:
-        resolve_specs(params, specs, mask)
+        if jax.tree.leaves(params):  # optax.tree.map_params calls init with a tree that has none
+            resolve_specs(params, specs, mask)
         return optax.EmptyState()
 
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree | None = None) -> tuple[PyTree, Any]:

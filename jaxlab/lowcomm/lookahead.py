@@ -3,9 +3,9 @@
     theta_1 <- theta_1 + inner(g)                                        every step
     every H steps:  theta <- theta + outer(theta - theta_1);  theta_1 <- theta
 
-With `outer = local_sgd(a)` this is Lookahead with slow step size a, with Nesterov momentum it is SNOO, with a Muon inner
-optimizer it is MuLoCo with one worker. Unlike a wrapper with fast and slow parameters, the caller keeps one set of
-parameters, as for any optax optimizer.
+With `outer = local_sgd(a)` this is Lookahead with slow step size a, with Nesterov momentum it is SNOO, with a Muon
+inner optimizer it is MuLoCo with one worker. Unlike a wrapper with fast and slow parameters, the caller keeps one set
+of parameters, as for any optax optimizer.
 
 Sources: Lookahead (arXiv 1907.08610), algorithm 1; MuLoCo (arXiv 2505.23725).
 """
@@ -76,10 +76,12 @@ def lookahead(
 
         def outer_step(operand):
             updates, outer_state, anchor = operand
-            delta = jax.tree.map(lambda a, p, u: a - (p + u), anchor, params, updates)
+            delta = jax.tree.map(lambda a, p: a - p, anchor, optax.apply_updates(params, updates))
             step, outer_state = outer.update(delta, outer_state, anchor)
-            anchor = optax.apply_updates(anchor, step)
-            return jax.tree.map(lambda a, p: a - p, anchor, params), outer_state, anchor
+            # anchor + step = params + updates + (delta + step), without the rounding of anchor - params: for a step of
+            # size one the bracket is exactly zero, and the anchor is bit for bit what the caller will hold.
+            updates = jax.tree.map(lambda u, d, s: u + (d + s).astype(u.dtype), updates, delta, step)
+            return updates, outer_state, optax.apply_updates(params, updates)
 
         updates, outer_state, anchor = jax.lax.cond(
             count % sync_every == 0, outer_step, lambda operand: operand, (updates, state.outer_state, state.anchor)

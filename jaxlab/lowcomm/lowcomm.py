@@ -187,13 +187,22 @@ class LowComm:
         )
         return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
 
-    def round(self, loss_fn: LossFn, *, mesh: Mesh | None = None, axis: str = "worker") -> Callable[..., Any]:
+    def round(
+        self,
+        loss_fn: LossFn,
+        *,
+        mesh: Mesh | None = None,
+        axis: str = "worker",
+        param_specs: PyTree | None = None,
+    ) -> Callable[..., Any]:
         """H inner steps of every worker and the synchronisations they contain, as one pure function to jit.
 
         Args:
           loss_fn: `(params, batch, key) -> scalar loss`, the mean over its batch.
           mesh: maps the workers over `axis` with `shard_map`; None maps them with `vmap` on one device.
           axis: the mesh axis that holds the workers.
+          param_specs: as in `init`. The state that comes out is laid out as `init` made it, so that the next call does
+            not compile again.
 
         Returns:
           `f(state, batch, key, weights=None) -> (state, metrics)`. Batch leaves are `[K, H, ...]`; the key is folded
@@ -204,7 +213,7 @@ class LowComm:
           `delta_sq` is 0 for a worker that is left out. With `nonfinite="error"` also `nonfinite_leaf [K]`, the number
           of the parameters' leaf in which a NaN or Inf was found, or -1. Jit it with `donate_argnums=0`.
         """
-        step = self.step(loss_fn, mesh=mesh, axis=axis)
+        step = self.step(loss_fn, mesh=mesh, axis=axis, param_specs=param_specs)
         inner = self._inner(loss_fn, mesh, axis)
 
         def scan(body, state, batch, rest):
@@ -212,13 +221,14 @@ class LowComm:
             return jax.lax.scan(lambda s, b: body(s, b, *rest), state, by_step, length=self.sync_every)
 
         def one_fragment(state, batch, key, weights=None):
-            self._check(state, batch, (_workers(state), self.sync_every))
+            self._check(state, batch, weights, (_workers(state), self.sync_every))
             state, losses = scan(inner, state, batch, (key,))
             state, metrics = self._synchronise(state, 0, key, weights, mesh, axis)
-            return self._apply(state, 0), {"loss": losses.T, **metrics}
+            state = self._apply(state, 0)
+            return self._placed(state, {"loss": losses.T, **metrics}, mesh, axis, param_specs)
 
         def streaming(state, batch, key, weights=None):
-            self._check(state, batch, (_workers(state), self.sync_every))
+            self._check(state, batch, weights, (_workers(state), self.sync_every))
             state, metrics = scan(step, state, batch, (key, weights))
             return state, {
                 "loss": metrics["loss"].T,
@@ -229,7 +239,14 @@ class LowComm:
 
         return one_fragment if self.schedule.fragments == 1 and self.overlap == 0 else streaming
 
-    def step(self, loss_fn: LossFn, *, mesh: Mesh | None = None, axis: str = "worker") -> Callable[..., Any]:
+    def step(
+        self,
+        loss_fn: LossFn,
+        *,
+        mesh: Mesh | None = None,
+        axis: str = "worker",
+        param_specs: PyTree | None = None,
+    ) -> Callable[..., Any]:
         """One inner step of every worker, and what the schedule synchronises and applies after it.
 
         Same arguments as `round`; batch leaves are `[K, ...]`. H calls equal one `round`. Use it to checkpoint, log or
@@ -239,7 +256,7 @@ class LowComm:
         fragments = self.schedule.fragments
 
         def run(state, batch, key, weights=None):
-            self._check(state, batch, (_workers(state),))
+            self._check(state, batch, weights, (_workers(state),))
             state, loss = inner(state, batch, key)
             sync, apply = self.schedule.traced(state.step)
             no_metrics = jax.eval_shape(lambda s: self._synchronise(s, 0, key, weights, mesh, axis)[1], state)
@@ -255,7 +272,7 @@ class LowComm:
             state = jax.lax.switch(
                 apply + 1, [lambda s: s, *(lambda s, f=f: self._apply(s, f) for f in range(fragments))], state
             )
-            return state, {"loss": loss, **metrics}
+            return self._placed(state, {"loss": loss, **metrics}, mesh, axis, param_specs)
 
         return run
 
@@ -266,9 +283,9 @@ class LowComm:
         the collective runs on a ring: `2 (K-1)/K payload` for an all-reduce; `(K-1) payload` for the all-gather that
         compression and the merging methods which compare the workers need.
         """
-        leaves = jax.tree.leaves(params)
-        if self.compress is not None:
-            payload = sum(self.compress.nbytes(tree.size(leaf)) for leaf in leaves)
+        if self.compress is not None:  # a fragment's part of a stacked leaf is cut into blocks of its own
+            sent = jax.tree.leaves(jax.eval_shape(self._parts, params))
+            payload = sum(self.compress.nbytes(tree.size(leaf)) for leaf in sent)
         else:
             payload = tree.nbytes(params)
         if self.compress is None and not self.aggregate.needs_all:
@@ -315,7 +332,12 @@ class LowComm:
             if mesh is not None:
                 _check_axis(mesh, axis, workers)
             keys = prng.worker_keys(prng.step_key(key, state.step), workers)
-            worker_params, inner_state, loss = mapped(state.worker_params, state.inner_state, batch, keys)
+            args = (state.worker_params, state.inner_state, batch, keys)
+            if workers == 1 and mesh is None:  # without a batch axis the compiler rounds as in plain training
+                one = worker(*jax.tree.map(lambda x: x[0], args))
+                worker_params, inner_state, loss = jax.tree.map(lambda x: x[None], one)
+            else:
+                worker_params, inner_state, loss = mapped(*args)
             return state._replace(worker_params=worker_params, inner_state=inner_state, step=state.step + 1), loss
 
         return run
@@ -325,21 +347,23 @@ class LowComm:
         workers = _workers(state)
         anchor = self._take(state.params, f)
         deltas = jax.tree.map(lambda a, w: a - w, anchor, self._take(state.worker_params, f, lead=1))
-        metrics = {"delta_sq": _square_norms(deltas)}
         if weights is not None:
             weights = jnp.asarray(weights, jnp.float32)
         bad = nonfinite_leaf(deltas)
         if self.nonfinite == "drop":
             weights = jnp.where(bad >= 0, 0.0, jnp.ones(workers) if weights is None else weights)
-            metrics["delta_sq"] = jnp.where(bad >= 0, 0.0, metrics["delta_sq"])
-            state = self._revive(state, bad >= 0)
-        else:
-            metrics["nonfinite_leaf"] = bad
-        everyone = NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
+        # What an absent worker holds, a NaN perhaps, is nobody's business.
+        present = jnp.ones(workers, bool) if weights is None else weights > 0
+        metrics = {"delta_sq": jnp.where(present, _square_norms(deltas), 0.0)}
+        if self.nonfinite == "error":
+            numbers = jnp.array(_leaf_numbers(state.params, anchor, self.fragments is not None), jnp.int32)
+            metrics["nonfinite_leaf"] = jnp.where(present & (bad >= 0), numbers[bad], -1)
         if self.compress is not None:
-            deltas, state = self._compressed(state, f, deltas, everyone)
-        elif self.aggregate.needs_all and everyone is not None:
-            deltas = jax.lax.with_sharding_constraint(deltas, everyone)
+            deltas, state = self._compressed(state, f, deltas, present, mesh, axis)
+        elif self.aggregate.needs_all:
+            deltas = _gathered(deltas, mesh, axis)
+        if self.nonfinite == "drop":
+            state = self._revive(state, bad >= 0)
         merge_key = jax.random.fold_in(prng.step_key(key, state.step), workers)  # no worker has number K
         merged = self.aggregate.fn(deltas, weights, merge_key)
         updates, outer_state = optax.with_extra_args_support(self.outer).update(merged, state.outer_state[f], anchor)
@@ -354,24 +378,26 @@ class LowComm:
         outer = (*state.outer_state[:f], outer_state, *state.outer_state[f + 1 :])
         return state._replace(params=self._put(state.params, f, new), outer_state=outer), metrics
 
-    def _compressed(self, state, f, deltas, everyone) -> tuple[PyTree, LowCommState]:
+    def _compressed(self, state, f, deltas, present, mesh, axis) -> tuple[PyTree, LowCommState]:
         """What the workers send: codes and scales travel (an all-gather of bytes), every device decodes and merges."""
-        paths, leaves = tree.leaf_paths(deltas), jax.tree.leaves(deltas)
-        feedback = self.compress.error_feedback
-        if feedback:
+        leaves, treedef = jax.tree.flatten(deltas)
+        like = {str(i): leaf for i, leaf in enumerate(leaves)}
+        flat = like
+        if self.compress.error_feedback:
             kept = jax.tree.leaves(self._take(state.residual, f, lead=1))
-            leaves = [d + e for d, e in zip(leaves, kept, strict=True)]
-        flat = dict(zip(paths, leaves, strict=True))
+            flat = {str(i): d.astype(e.dtype) + e for i, (d, e) in enumerate(zip(leaves, kept, strict=True))}
         packed = self.compress.encode_workers(flat)
-        rebuild = lambda values: jax.tree.unflatten(jax.tree.structure(deltas), list(values.values()))  # noqa: E731
-        if feedback:
-            local = self.compress.decode_workers(packed, flat)
-            # A worker that sent a NaN keeps nothing of it.
-            lost = {path: jnp.nan_to_num(flat[path] - local[path], posinf=0.0, neginf=0.0) for path in paths}
-            state = state._replace(residual=self._put(state.residual, f, rebuild(lost), lead=1))
-        if everyone is not None:
-            packed = jax.lax.with_sharding_constraint(packed, everyone)
-        return rebuild(self.compress.decode_workers(packed, flat)), state
+        if self.compress.error_feedback:
+            sent = self.compress.decode_workers(packed, like)
+            lost = [
+                # A worker that sent a NaN keeps nothing of it; one that is left out has sent nothing.
+                jnp.where(_column(present, e), jnp.nan_to_num(flat[i] - sent[i], posinf=0.0, neginf=0.0), e)
+                for i, e in zip(flat, kept, strict=True)
+            ]
+            part = treedef.unflatten(lost)
+            state = state._replace(residual=self._put(state.residual, f, part, lead=1))
+        received = self.compress.decode_workers(_gathered(packed, mesh, axis), like)
+        return treedef.unflatten([received[i] for i in like]), state
 
     def _apply(self, state: LowCommState, f: int) -> LowCommState:
         """Moves the workers' fragment f to the merged parameters, keeping the share `mix` of their own."""
@@ -396,13 +422,33 @@ class LowComm:
         residual = jax.tree.map(lambda r: choose(jnp.zeros_like(r), r), state.residual)
         return state._replace(inner_state=inner_state, worker_params=worker_params, residual=residual)
 
-    def _check(self, state: LowCommState, batch: PyTree, lead: tuple[int, ...]) -> None:
+    def _placed(self, state, metrics, mesh, axis, param_specs) -> tuple[LowCommState, dict[str, Array]]:
+        """On a mesh, holds the outputs to the layout of `init`; the compiler would choose another one for some leaves."""
+        if mesh is None:
+            return state, metrics
+        shardings = self.shardings(state.params, _workers(state), mesh=mesh, axis=axis, param_specs=param_specs)
+        split, whole = NamedSharding(mesh, PartitionSpec(axis)), NamedSharding(mesh, PartitionSpec())
+        by_metric = {name: split if value.ndim else whole for name, value in metrics.items()}
+        return jax.lax.with_sharding_constraint((state, metrics), (shardings, by_metric))
+
+    def _check(self, state: LowCommState, batch: PyTree, weights: Any, lead: tuple[int, ...]) -> None:
         names = "[K, H, ...]" if len(lead) == 2 else "[K, ...]"
         for path, leaf in zip(tree.leaf_paths(batch), jax.tree.leaves(batch), strict=True):
             if jnp.shape(leaf)[: len(lead)] != lead:
-                raise ValueError(f"batch leaf {path!r} must be {names} with {list(lead)} in front, got {leaf.shape}")
+                raise ValueError(
+                    f"batch leaf {path!r} must be {names} with {list(lead)} in front, got {jnp.shape(leaf)}"
+                )
         expected = jax.eval_shape(lambda p: tree.broadcast_leading(p, lead[0]), state.params)
         tree.check_match(expected, state.worker_params, ("params", "worker_params"))
+        if weights is not None and jnp.shape(weights) != lead[:1]:
+            raise ValueError(f"weights must have shape ({lead[0]},), one a worker, got {jnp.shape(weights)}")
+        keeps = self.compress is not None and self.compress.error_feedback
+        if len(state.outer_state) != self.schedule.fragments or keeps != bool(jax.tree.leaves(state.residual)):
+            raise ValueError(
+                f"state was made by another LowComm: {len(state.outer_state)} fragments and residual "
+                f"{'kept' if jax.tree.leaves(state.residual) else 'absent'}, here {self.schedule.fragments} and "
+                f"{'kept' if keeps else 'absent'}"
+            )
 
 
 def check_params(params: PyTree) -> None:
@@ -425,6 +471,28 @@ def nonfinite_leaf(deltas: PyTree) -> Int[Array, " K"]:
 
 def _workers(state: LowCommState) -> int:
     return jax.tree.leaves(state.worker_params)[0].shape[0]
+
+
+def _leaf_numbers(params: PyTree, part: PyTree, fragment: bool) -> list[int]:
+    """The number, among the leaves of `params`, of each leaf of a fragment."""
+    if not fragment:
+        return list(range(len(jax.tree.leaves(params))))
+    return [tree.leaf_paths(params).index(path) for path in tree.leaf_paths(part)]
+
+
+def _residual_dtype(leaf: Array) -> jnp.dtype:
+    return jnp.promote_types(leaf.dtype, jnp.float32)
+
+
+def _gathered(values: PyTree, mesh: Mesh | None, axis: str) -> PyTree:
+    """Brings what the workers made, leaves [K, ...], to every device of the mesh.
+
+    First it is held where it was made: otherwise the compiler may gather what it was made from (deltas, not codes).
+    """
+    if mesh is None:
+        return values
+    values = jax.lax.with_sharding_constraint(values, NamedSharding(mesh, PartitionSpec(axis)))
+    return jax.lax.with_sharding_constraint(values, NamedSharding(mesh, PartitionSpec()))
 
 
 def _column(mask: Array, like: Array) -> Array:

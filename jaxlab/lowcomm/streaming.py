@@ -146,10 +146,16 @@ class Fragments:
         found: dict[str, Any] = {}
         for path, leaf in zip(tree.leaf_paths(params), jax.tree.leaves(params), strict=True):
             match = re.search(layers if stacked else layers + r"(\d+)(?:/|$)", path)
+            if match is not None and stacked and not leaf.ndim:
+                raise ValueError(f"layers={layers!r} matches {path!r}, which has no leading axis of layers")
             found[path] = None if match is None else (leaf.shape[0] if stacked else int(match.group(1)))
         in_layers = [v for v in found.values() if v is not None]
         if not in_layers:
             raise ValueError(f"layers={layers!r} matches no leaf; paths are {list(found)[:8]}")
+        if len(in_layers) == len(found):
+            raise ValueError(
+                f"layers={layers!r} matches every leaf, which leaves fragment 0 empty; use Fragments.by_patterns"
+            )
         count = max(in_layers) if stacked else max(in_layers) + 1
         if n - 1 > count:
             raise ValueError(f"n={n} fragments need at least {n - 1} layers (fragment 0 holds the rest), got {count}")
@@ -175,7 +181,7 @@ class Fragments:
         """One fragment a group of regular expressions, searched in the leaves' paths.
 
         Raises:
-          ValueError: naming each leaf that is in no fragment or in several, and each pattern that matches nothing.
+          ValueError: naming the leaf that is in no fragment or in several, or the pattern that matches nothing.
         """
         paths = tree.leaf_paths(params)
         for group in groups:
@@ -190,7 +196,11 @@ class Fragments:
 
     def check(self, params: PyTree) -> "Fragments":
         """Returns self, or raises `ValueError` naming a leaf (or layer of a leaf) that is missing or duplicated."""
-        for path, leaf in zip(tree.leaf_paths(params), jax.tree.leaves(params), strict=True):
+        paths = tree.leaf_paths(params)
+        twice = next((path for i, path in enumerate(paths) if path in paths[:i]), None)
+        if twice is not None:
+            raise ValueError(f"two leaves have the path {twice!r}; fragments tell leaves apart by their path")
+        for path, leaf in zip(paths, jax.tree.leaves(params), strict=True):
             rows = [piece.rows for group in self.pieces for piece in group if piece.path == path]
             whole = [r for r in rows if r is None]
             flat = [i for r in rows if r is not None for i in r]
@@ -198,10 +208,14 @@ class Fragments:
                 raise ValueError(f"leaf {path!r} is in no fragment")
             if len(whole) > 1 or (whole and flat) or len(set(flat)) != len(flat):
                 raise ValueError(f"leaf {path!r} is in more than one fragment")
+            if not whole and not leaf.ndim:
+                raise ValueError(f"leaf {path!r} has no axis of layers, its fragments hold {sorted(flat)}")
             if not whole and sorted(flat) != list(range(leaf.shape[0])):
                 raise ValueError(f"leaf {path!r} has {leaf.shape[0]} layers, its fragments hold {sorted(flat)}")
-        known = set(tree.leaf_paths(params))
+        known = set(paths)
         for group in self.pieces:
+            if len({piece.path for piece in group}) != len(group):
+                raise ValueError(f"a fragment holds two pieces of one leaf: {[piece.path for piece in group]}")
             for piece in group:
                 if piece.path not in known:
                     raise ValueError(f"fragment leaf {piece.path!r} is not among the parameters")

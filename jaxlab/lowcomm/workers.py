@@ -16,8 +16,8 @@ from jaxlab.lowcomm.lowcomm import LowComm, LowCommState
 def resize(algo: LowComm, state: LowCommState, *, keep: Sequence[int], join: int = 0) -> LowCommState:
     """The state with workers `keep` (in that order) and `join` new ones behind them; call it at a round boundary.
 
-    A new worker starts from the merged parameters with a fresh inner state whose integers (step counts, so learning-rate
-    schedules too) are those of the first kept worker, and nothing left over from compression.
+    A new worker starts from the merged parameters with a fresh inner state whose integers (step counts, so
+    learning-rate schedules too) are those of the first kept worker, and nothing left over from compression.
 
     Args:
       algo: the algorithm the state belongs to.
@@ -78,6 +78,8 @@ def check_weights(weights: Any, num_workers: int) -> Float[np.ndarray, " K"]:
         raise ValueError(f"weights must have shape ({num_workers},), got {array.shape}")
     if not np.all(np.isfinite(array)) or np.any(array < 0):
         raise ValueError(f"weights must be finite and >= 0, got {array.tolist()}")
+    if not np.isfinite(array.sum()):
+        raise ValueError(f"weights must have a finite float32 sum, got {array.tolist()}")
     if array.sum() == 0:
         raise ValueError(f"weights must not all be 0, got {array.tolist()}: no worker would be left")
     return array

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer
 
 if TYPE_CHECKING:
     from jaxlab.nn.transformer import TransformerConfig
@@ -79,7 +79,7 @@ class RMSNorm(nnx.Module):
 
 
 class Rope(NamedTuple):
-    """Cosines and sines of the rotary angles for a run of positions, and the index of the first."""
+    """Cosines and sines of the rotary angles, a row for each position."""
 
     cos: Float[Array | np.ndarray, "T half"]
     sin: Float[Array | np.ndarray, "T half"]
@@ -108,12 +108,14 @@ def attend(
 ) -> Float[Array, "B T h c"]:
     """Causal softmax attention; query t sees the keys s <= t + offset. Head h reads key/value head `h // (h/g)`."""
     (batch, length, heads, size), groups = q.shape, k.shape[2]
-    q = q.reshape(batch, length, groups, heads // groups, size)
-    scores = jnp.einsum("btgrc,bsgc->bgrts", q, k, preferred_element_type=jnp.float32) * size**-0.5
-    query, key = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
-    weights = jax.nn.softmax(jnp.where(key <= query + offset, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    out = jnp.einsum("bgrts,bsgc->btgrc", weights, v, preferred_element_type=jnp.float32)
-    return out.astype(v.dtype).reshape(batch, length, heads, size)
+    share = heads // groups
+    # The query heads that share keys become extra query rows, so that the products stay plain batched matmuls.
+    q = q.reshape(batch, length, groups, share, size).swapaxes(2, 3).reshape(batch, length * share, groups, size)
+    scores = jnp.einsum("bxgc,bsgc->bgxs", q, k, preferred_element_type=jnp.float32) * size**-0.5
+    row, key = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
+    weights = jax.nn.softmax(jnp.where(key <= row // share + offset, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    out = jnp.einsum("bgxs,bsgc->bxgc", weights, v, preferred_element_type=jnp.float32).astype(v.dtype)
+    return out.reshape(batch, length, share, groups, size).swapaxes(2, 3).reshape(batch, length, heads, size)
 
 
 class Attention(nnx.Module):
@@ -127,8 +129,10 @@ class Attention(nnx.Module):
         self.o = Linear(dim, dim, (2 * config.layers * dim) ** -0.5, dtype, rngs)
         self.head_dim = config.head_dim
 
-    def __call__(self, x: Float[Array, "B T d"], rope: Rope, layer, cache: Cache | None):
-        def heads(y):
+    def __call__(
+        self, x: Float[Array, "B T d"], rope: Rope, layer: int | Integer[Array, ""], cache: Cache | None
+    ) -> tuple[Float[Array, "B T d"], Cache | None]:
+        def heads(y: Array) -> Array:
             return y.reshape(*y.shape[:2], -1, self.head_dim)
 
         q, k, v = rotate(heads(self.q(x)), rope), rotate(heads(self.k(x)), rope), heads(self.v(x))
@@ -166,7 +170,9 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x: Float[Array, "B T d"], rope: Rope, layer, cache: Cache | None):
+    def __call__(
+        self, x: Float[Array, "B T d"], rope: Rope, layer: int | Integer[Array, ""], cache: Cache | None
+    ) -> tuple[Float[Array, "B T d"], Cache | None]:
         y, cache = self.attn(self.attn_norm(x), rope, layer, cache)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), cache
@@ -183,5 +189,5 @@ def cross_entropy(logits: Float[Array, "B T V"], targets: Integer[Array | np.nda
     return jnp.where(_in_range(targets, vocab), jax.nn.logsumexp(logits, axis=-1) - picked, jnp.nan)
 
 
-def _in_range(tokens: Integer[Array, "B T"], vocab: int) -> Array:
+def _in_range(tokens: Integer[Array, "B T"], vocab: int) -> Bool[Array, "B T"]:
     return (tokens >= 0) & (tokens < vocab)

@@ -9,8 +9,9 @@ of fp32 arrays, which `jax.jit`, `jax.vmap` over a leading worker axis, `jax.lax
 
 Layout of the tree (every weight is a matrix, `(in, out)`):
 
-    embed/embedding (V, d)        layers/0/attn/{q,k,v,o}/kernel     layers/0/attn_norm/scale (d,)
-    head/kernel (d, V)            layers/0/mlp/{gate,up,down}/kernel layers/0/mlp_norm/scale (d,)      final_norm/scale (d,)
+    embed/embedding (V, d)   layers/0/attn/{q,k,v,o}/kernel       layers/0/attn_norm/scale (d,)
+    head/kernel (d, V)       layers/0/mlp/{gate,up,down}/kernel   layers/0/mlp_norm/scale (d,)
+                                                                  final_norm/scale (d,)
 
 Layer names are padded with zeros (`layers/00` ... `layers/11`), so that sorted order is layer order; with `scan_layers`
 there is one `layers/attn/q/kernel` of shape (L, in, out). A tied model has no `head`.
@@ -78,7 +79,9 @@ class TransformerConfig:
         if self.dim % self.heads:
             raise ValueError(f"dim must be a multiple of heads, got dim={self.dim}, heads={self.heads}")
         if self.head_dim % 2:
-            raise ValueError(f"dim / heads must be even (rotary pairs), got {self.dim} / {self.heads} = {self.head_dim}")
+            raise ValueError(
+                f"dim / heads must be even (rotary pairs), got {self.dim} / {self.heads} = {self.head_dim}"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got heads={self.heads}, kv_heads={self.kv_heads}")
         if self.dtype not in DTYPES:
@@ -131,9 +134,7 @@ class Transformer(nnx.Module):
             dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             policy = dots if self.config.remat == "dots" else None
             # Recomputing inside a scan needs no barrier against common-subexpression elimination; a plain loop does.
-            block = jax.checkpoint(
-                block, policy=policy, static_argnums=(0,), prevent_cse=not self.config.scan_layers
-            )
+            block = jax.checkpoint(block, policy=policy, static_argnums=(0,), prevent_cse=not self.config.scan_layers)
 
         x = self.embed(tokens)
         if self.config.scan_layers:
@@ -151,7 +152,7 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
         """fp32 scores over the vocabulary."""
         kernel = self.embed.embedding[...].T if self.config.tied else self.head.kernel[...]
-        return L.matmul(hidden, kernel, jnp.dtype(self.config.dtype), jnp.float32)
+        return L.matmul(hidden, kernel, jnp.dtype(self.config.dtype), jnp.dtype(jnp.float32))
 
     def __call__(self, tokens: Tokens) -> Float[Array, "B T V"]:
         return self.logits(self.hidden(tokens)[0])
@@ -163,19 +164,33 @@ def _graphdef(config: TransformerConfig) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param)[0]
 
 
+def _layer_names(config: TransformerConfig) -> list[str]:
+    width = len(str(config.layers - 1))
+    return [] if config.scan_layers else [f"{i:0{width}d}" for i in range(config.layers)]
+
+
 def to_params(model: Transformer) -> Params:
     """The parameters of a module as the pure nested dict that `init` returns."""
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    if not model.config.scan_layers:
-        width = len(str(model.config.layers - 1))
-        params["layers"] = {f"{i:0{width}d}": block for i, block in params["layers"].items()}
+    if names := _layer_names(model.config):
+        params["layers"] = {names[i]: block for i, block in params["layers"].items()}
     return params
 
 
 def to_module(config: TransformerConfig, params: Params) -> Transformer:
-    """The module that holds `params`; cheap enough to call inside a traced function."""
-    if not config.scan_layers:
-        params = {**params, "layers": {int(i): block for i, block in params["layers"].items()}}
+    """The module that holds `params`; cheap enough to call inside a traced function.
+
+    Raises:
+      ValueError: when `params["layers"]` was made for another `layers` or `scan_layers`.
+    """
+    found, names = sorted(params["layers"]), _layer_names(config)
+    if found != sorted(names or ("attn", "attn_norm", "mlp", "mlp_norm")):
+        raise ValueError(
+            f"params['layers'] holds {found}; layers={config.layers}, scan_layers={config.scan_layers} needs"
+            f" {names or 'one stacked block'}"
+        )
+    if names:
+        params = {**params, "layers": {i: params["layers"][name] for i, name in enumerate(names)}}
     return nnx.merge(_graphdef(config), params)
 
 
@@ -199,8 +214,8 @@ def _check_tokens(tokens: Any, name: str = "tokens") -> None:
 def apply(config: TransformerConfig, params: Params, tokens: Tokens) -> Float[Array, "B T V"]:
     """Logits of the next token at every position.
 
-    A token outside `[0, vocab)` makes its own and later positions NaN (a traced function cannot raise), so that the
-    training loop stops instead of learning from wrong data.
+    A token outside `[0, vocab)` makes the logits of its whole sequence NaN (a traced function cannot raise), so that
+    the training loop stops instead of learning from wrong data.
 
     Args:
       config: static.
@@ -208,18 +223,155 @@ def apply(config: TransformerConfig, params: Params, tokens: Tokens) -> Float[Ar
       tokens: [B, T] integers of any width.
 
     Returns:
-      [B, T, V] fp32 logits.
+      [B, T, V] fp32 logits; position t depends on the tokens up to t only.
+
+    Raises:
+      TypeError: when the tokens are not integers.
+      ValueError: when they are not [B, T], or `params` belongs to another config.
+
+    >>> config = PRESETS["tiny"]
+    >>> jax.jit(apply, static_argnums=0)(config, init(config, jax.random.key(0)), jnp.zeros((2, 5), jnp.int32)).shape
+    (2, 5, 256)
     """
     _check_tokens(tokens)
     return to_module(config, params)(tokens)
 
 
 def loss(config: TransformerConfig, params: Params, tokens: Integer[Array | np.ndarray, "B S"]) -> Float[Array, ""]:
-    """Mean cross entropy, in nats a token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`."""
+    """Mean cross entropy of the next token: `mean_{b,t} -log softmax(apply(tokens[:, :-1]))[tokens[:, 1:]]`.
+
+    Args:
+      config: static.
+      params: from `init`.
+      tokens: [B, S] integers, S = T + 1 >= 2.
+
+    Returns:
+      Nats a token, fp32; NaN when any token is outside `[0, vocab)`.
+
+    Raises:
+      TypeError: when the tokens are not integers.
+      ValueError: when they are not [B, S] with S >= 2.
+
+    >>> config = PRESETS["tiny"]
+    >>> jax.jit(loss, static_argnums=0)(config, init(config, jax.random.key(0)), jnp.zeros((2, 5), jnp.int32)).shape
+    ()
+    """
     _check_tokens(tokens)
     if tokens.shape[1] < 2:
         raise ValueError(f"tokens must hold at least 2 positions (input and target), got shape {tokens.shape}")
     return jnp.mean(L.cross_entropy(apply(config, params, tokens[:, :-1]), tokens[:, 1:]))
+
+
+def init_cache(config: TransformerConfig, batch: int, max_len: int) -> L.Cache:
+    """An empty key/value cache for `max_len` positions, in the compute dtype.
+
+    Args:
+      config: static.
+      batch: number of sequences B.
+      max_len: most positions the cache can hold.
+
+    Returns:
+      `Cache` with k, v [L, B, max_len, kv_heads, head_dim] and `index` 0.
+
+    Raises:
+      ValueError: when `batch` or `max_len` is below 1.
+
+    >>> init_cache(PRESETS["tiny"], batch=1, max_len=8).k.shape
+    (2, 1, 8, 2, 32)
+    """
+    if batch < 1 or max_len < 1:
+        raise ValueError(f"batch and max_len must be >= 1, got batch={batch}, max_len={max_len}")
+    shape = (config.layers, batch, max_len, config.kv_heads, config.head_dim)
+    k, v = (jnp.zeros(shape, config.dtype) for _ in range(2))
+    return L.Cache(k, v, jnp.zeros((), jnp.int32))
+
+
+def prefill(
+    config: TransformerConfig, params: Params, cache: L.Cache, tokens: Tokens
+) -> tuple[Float[Array, "B V"], L.Cache]:
+    """Appends `tokens` to the cache and gives the logits after the last of them.
+
+    The cache may already hold positions: `prefill(a)` then `prefill(b)` equals `prefill(ab)`.
+
+    Args:
+      config: static.
+      params: from `init`.
+      cache: from `init_cache` or an earlier call.
+      tokens: [B, T] integers; the B of the cache.
+
+    Returns:
+      fp32 logits [B, V] of the token that follows, and the longer cache.
+
+    Raises:
+      ValueError: when the positions do not fit into the cache. Inside `jax.jit` the filled length is not known, and
+        the logits are NaN instead.
+    """
+    _check_tokens(tokens)
+    length, (_, batch, max_len, _, _) = tokens.shape[1], cache.k.shape
+    if tokens.shape[0] != batch:
+        raise ValueError(f"tokens must have the cache's batch {batch}, got shape {tokens.shape}")
+    filled = 0 if isinstance(cache.index, jax.core.Tracer) else int(cache.index)
+    if filled + length > max_len:
+        raise ValueError(f"the cache holds max_len={max_len} positions; {filled} are filled and {length} more came")
+    model = to_module(config, params)
+    hidden, new = model.hidden(tokens, cache)
+    logits = model.logits(hidden[:, -1:])[:, 0]
+    return jnp.where(cache.index + length <= max_len, logits, jnp.nan), new
+
+
+def decode_step(
+    config: TransformerConfig, params: Params, cache: L.Cache, token: Integer[Array | np.ndarray, " B"]
+) -> tuple[Float[Array, "B V"], L.Cache]:
+    """`prefill` of one token a sequence: fp32 logits [B, V] of the next token, and the longer cache."""
+    return prefill(config, params, cache, token[:, None])
+
+
+def generate(
+    config: TransformerConfig,
+    params: Params,
+    prompt: Tokens,
+    steps: int,
+    key: Key[Array, ""],
+    temperature: float = 1.0,
+) -> Integer[Array, "B steps"]:
+    """Samples `steps` tokens after `prompt`, one at a time: `softmax(logits / temperature)`; 0 takes the largest logit.
+
+    Args:
+      config: static.
+      params: from `init`.
+      prompt: [B, T] integers, T >= 1.
+      steps: number of tokens to add; static.
+      key: typed key; token i uses `fold_in(key, i)`, so a longer run begins with the shorter one.
+      temperature: >= 0; static.
+
+    Returns:
+      The new tokens [B, steps], int32, without the prompt.
+
+    Raises:
+      ValueError: for an empty prompt, `steps` below 1 or a negative temperature.
+    """
+    _check_tokens(prompt, "prompt")
+    if prompt.shape[1] < 1 or steps < 1 or temperature < 0:
+        raise ValueError(
+            "need a prompt of at least 1 token, steps >= 1 and temperature >= 0; "
+            f"got prompt {prompt.shape}, steps={steps}, temperature={temperature}"
+        )
+
+    def sample(logits: Array, i: int | Array) -> Array:
+        if temperature == 0:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jax.random.categorical(jax.random.fold_in(key, i), logits / temperature).astype(jnp.int32)
+
+    def body(carry: tuple[L.Cache, Array], i: Array) -> tuple[tuple[L.Cache, Array], Array]:
+        logits, cache = decode_step(config, params, *carry)
+        token = sample(logits, i)
+        return (cache, token), token
+
+    cache = init_cache(config, prompt.shape[0], prompt.shape[1] + steps - 1)
+    logits, cache = prefill(config, params, cache, prompt)
+    first = sample(logits, 0)
+    _, rest = jax.lax.scan(body, (cache, first), jnp.arange(1, steps))
+    return jnp.concatenate([first[:, None], rest.T], axis=1)
 
 
 def param_count(config: TransformerConfig) -> int:

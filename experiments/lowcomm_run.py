@@ -1,0 +1,147 @@
+"""One run of a low-communication experiment: a cell is trained, scored, and leaves its curves."""
+
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlab import lowcomm
+from jaxlab.core import mesh as meshes
+from jaxlab.core import prng, sweep
+from jaxlab.core.errors import did_you_mean
+from jaxlab.core.metrics import KINDS, make_writer, read_jsonl
+from jaxlab.core.train import checkpoint, evaluate, fit
+from jaxlab.data import make_shards, per_worker_batch
+from jaxlab.experiments import lm
+from jaxlab.nn import transformer
+
+Algorithm = lowcomm.LowComm | lowcomm.DataParallel
+# (cell, parameters, three numbers to use instead of the cell's own, or None) -> algorithm
+Build = Callable[..., Algorithm]
+SETTINGS = operator.itemgetter("lr", "outer_lr", "outer_momentum")
+UNITS = ("round", "step")
+
+
+def check(config: Any, cell: sweep.Cell) -> None:
+    """Raises `ValueError` for settings of a cell that its training would trip over."""
+    t, k, h = config.train, cell.labels["K"], cell.labels["H"]
+    if t.unit not in UNITS:
+        raise ValueError(f"train.unit must be one of {UNITS}, got {t.unit!r}")
+    for name in ("steps", "eval_every", "checkpoint_every"):
+        if t[name] < 1:
+            raise ValueError(f"train.{name} must be >= 1, got {t[name]}")
+    if t.steps % h:
+        raise ValueError(f"train.steps must be a multiple of inner_steps={h}, got {t.steps}")
+    for writer in t.writers:
+        if writer not in KINDS:
+            raise ValueError(f"train.writers: unknown metric writer {writer!r}{did_you_mean(writer, KINDS)}")
+    if not cell.settings["lr"] > 0:
+        raise ValueError(f"lr must be > 0, got {cell.settings['lr']}")
+    per_worker_batch(t.global_batch, k)
+    prng.key(cell.seed)
+    _worker_mesh(config.lowcomm.devices, k)
+
+
+def steps_a_call(config: Any, cell: sweep.Cell) -> int:
+    """Inner steps in one call of the compiled program."""
+    return cell.labels["H"] if config.train.unit == "round" else 1
+
+
+def kind(cell: sweep.Cell) -> tuple[Any, ...]:
+    """What cells that can share a compiled program have in common: method, K, H, and whether there is momentum."""
+    return (*(cell.labels[name] for name in ("method", "K", "H")), cell.settings["outer_momentum"] > 0)
+
+
+def bytes_sent(algo: Algorithm, params: Any, k: int, h: int) -> float:
+    """Bytes that a worker sends for one inner step, on average, on a ring."""
+    low = isinstance(algo, lowcomm.LowComm)
+    per_round = algo.bytes_per_round(params, k) if low else algo.bytes_per_round(params, k, h)
+    return per_round["ring"] / h
+
+
+def train(
+    config: Any, task: lm.Task, build: Build, cell: sweep.Cell, folder: Path, progress: Any, resume: str
+) -> sweep.CellResult:
+    """Trains and scores one cell, continuing from its newest checkpoint.
+
+    Args:
+      config: of the experiment.
+      task: corpus and model.
+      build: makes the cell's algorithm.
+      cell: what to train.
+      folder: the cell's own.
+      progress: the cell's part of the progress.
+      resume: the command that continues the run.
+
+    Returns:
+      Test and validation loss and megabytes sent; curves of the validation loss against tokens and megabytes.
+    """
+    k, h, t = cell.labels["K"], cell.labels["H"], config.train
+    batch, scale = per_worker_batch(t.global_batch, k), steps_a_call(config, cell)
+    init_key, run_key = jax.random.split(prng.key(cell.seed))
+    params = transformer.init(task.model, init_key)
+    algo, mesh = build(cell, params), _worker_mesh(config.lowcomm.devices, k)
+    shards = make_shards(task.train, k, seq_len=config.data.seq_len, split=config.data.split, seed=cell.seed)
+    program, values = _program(config, task, build, cell, mesh), SETTINGS(cell.settings)
+
+    def batches(i):
+        rows = shards.batch(i, batch_per_worker=batch, inner_steps=h if t.unit == "round" else None)
+        return rows if mesh is None else meshes.put(rows, meshes.named(mesh, "worker"))
+
+    facts = {"corpus": task.corpus_sha256, "cell": cell.name, "settings": dict(cell.settings)}
+    checkpointer, state, start = sweep.restore(
+        folder, algo.init(params, k, mesh=mesh), facts, keep=2, on_message=progress.line
+    )
+    every = h // scale  # calls in a round
+    hooks = [
+        evaluate(lambda s: {"loss": task.evaluate(s.params, task.valid)}, t.eval_every * every, "valid"),
+        checkpoint(checkpointer, t.checkpoint_every * every, facts),
+    ]
+    first = jax.process_index() == 0  # the only process that writes
+    kinds = dict.fromkeys(("jsonl", *t.writers)) if first else ()  # the curves are read back from the first
+    with checkpointer, make_writer(folder, tuple(kinds), resume_step=start, line=progress.line) as writer:
+        state = fit(
+            state, lambda *args: program(*args, values), batches, steps=t.steps // scale, key=run_key, start=start,
+            log_every=every, hooks=hooks, writer=writer, progress=progress, resume_command=resume,
+        ).state  # fmt: skip
+    records = [r for r in (read_jsonl(folder / "metrics.jsonl") if first else []) if "valid/loss" in r]
+    sent, tokens = bytes_sent(algo, params, k, h), t.global_batch * config.data.seq_len
+    inner_steps = [r["step"] * scale for r in records]
+    return sweep.CellResult(
+        {
+            "loss": float(task.evaluate(state.params, task.test)),
+            "valid": float(task.evaluate(state.params, task.valid)),
+            "MB sent": sent * t.steps / 1e6,
+        },
+        {
+            "tokens": [s * tokens for s in inner_steps],
+            "MB": [s * sent / 1e6 for s in inner_steps],
+            "valid": [r["valid/loss"] for r in records],
+        },
+    )
+
+
+def _program(config: Any, task: lm.Task, build: Build, cell: sweep.Cell, mesh: Any) -> Callable[..., Any]:
+    """One call of training, compiled once for all seeds and settings of a kind of cell."""
+    if kind(cell) not in task.programs:
+        params = jax.eval_shape(lambda: transformer.init(task.model, jax.random.key(0)))
+
+        def call(state, batch, key, values):
+            run = getattr(build(cell, params, values), config.train.unit)(task.loss_fn, mesh=mesh)
+            state, metrics = run(state, batch, key)
+            metrics.pop("nonfinite_leaf", None)  # a number of no use in a log: loss and delta_sq are NaN as well
+            return state, metrics
+
+        task.programs[kind(cell)] = jax.jit(call, donate_argnums=0)
+    return task.programs[kind(cell)]
+
+
+def _worker_mesh(devices: int, workers: int) -> jax.sharding.Mesh | None:
+    """A mesh over the workers, or None for one device; 0 devices takes as many as divide the workers."""
+    if devices < 0 or (devices and workers % devices):
+        raise ValueError(f"lowcomm.devices must divide the {workers} workers (or be 0: as many as fit), got {devices}")
+    if devices == 0:
+        devices = max(d for d in range(1, jax.device_count() + 1) if workers % d == 0)
+    return None if devices == 1 and jax.process_count() == 1 else meshes.make_mesh({"worker": devices})
