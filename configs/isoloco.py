@@ -34,7 +34,7 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
     c.data = ConfigDict()
     c.data.path = ""  # a text file, a folder or a .npy token file; empty for the standard library's own sources
-    c.data.split = "contiguous"  # what a worker sees: iid, contiguous (a stretch of the corpus) or group (whole packages)
+    c.data.split = "contiguous"  # a worker's data: iid, contiguous (a stretch of the corpus) or group (packages)
     c.data.seq_len = 64  # tokens a training window
     c.data.eval_windows = 512  # windows of the validation and of the test part
 

@@ -1,9 +1,9 @@
 """Matrix factorisations of stacks of matrices that cannot deadlock on a CPU.
 
-jaxlib's LAPACK calls split a *batch* over XLA's intra-op thread pool and wait for it, while they occupy a thread of that
-pool. Two such calls at once (two shapes in one program, or the same program on several CPU devices) on a machine with
-two cores wait for each other forever (seen with jaxlib 0.10.2). A call for a single matrix does not use the pool, so on
-CPU these functions loop over the stack, also under `vmap`; on accelerators they are the batched `jnp.linalg` functions.
+jaxlib's LAPACK calls split a *batch* over XLA's intra-op thread pool and wait for it, while they occupy a thread of
+that pool. Two such calls at once (two shapes in one program, or the same program on several CPU devices) on a machine
+with two cores wait for each other forever (seen with jaxlib 0.10.2). A call for a single matrix does not use the pool,
+so on CPU these functions loop over the stack, also under `vmap`; on accelerators they call batched `jnp.linalg`.
 """
 
 from collections.abc import Callable

@@ -423,7 +423,7 @@ class LowComm:
         return state._replace(inner_state=inner_state, worker_params=worker_params, residual=residual)
 
     def _placed(self, state, metrics, mesh, axis, param_specs) -> tuple[LowCommState, dict[str, Array]]:
-        """On a mesh, holds the outputs to the layout of `init`; the compiler would choose another one for some leaves."""
+        """On a mesh, holds the outputs to the layout of `init`; the compiler would choose another for some leaves."""
         if mesh is None:
             return state, metrics
         shardings = self.shardings(state.params, _workers(state), mesh=mesh, axis=axis, param_specs=param_specs)

@@ -58,6 +58,11 @@ def finished(corpus, tmp_path_factory):
     return folder
 
 
+def train_nothing(*args, **options):
+    """Stands for the training of a cell where there must be none."""
+    raise AssertionError("nothing must be trained here")
+
+
 def cell_files(folder):
     """Name -> what `cell.json` of every finished cell holds."""
     return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("cells/*/cell.json"))}
@@ -116,7 +121,7 @@ def test_a_used_folder_is_refused_and_a_finished_one_is_read(corpus, finished, c
     assert command(corpus, "seeds=0,1", workdir=finished) == 2
     assert "is already used; continue it with --resume" in capsys.readouterr().err
     before = cell_files(finished)
-    monkeypatch.setattr(lowcomm_run, "train", None)  # nothing is left to train
+    monkeypatch.setattr(lowcomm_run, "train", train_nothing)
     assert command(corpus, "seeds=0,1", workdir=finished, options=["--resume"]) == 0
     assert cell_files(finished) == before
     assert command(corpus, "seeds=0,2", workdir=finished, options=["--resume"]) == 2
@@ -230,7 +235,7 @@ def test_options(corpus, tmp_path, overrides, sent):
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_trained(corpus, tmp_path, capsys, monkeypatch, overrides, message):
-    monkeypatch.setattr(lowcomm_run, "train", None)
+    monkeypatch.setattr(lowcomm_run, "train", train_nothing)
     assert command(corpus, *overrides, workdir=tmp_path / "w") == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and "Traceback" not in err
@@ -415,7 +420,10 @@ def test_the_absl_entry(corpus, tmp_path):
             f"--workdir={tmp_path / 'w'}", "--require=cpu", "--seed=3",
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2"},
+        env={
+            **os.environ, "JAX_NUM_CPU_DEVICES": "2",
+            "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("devices: 2 cpu devices")
