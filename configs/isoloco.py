@@ -47,7 +47,7 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     c.train.clip = 1.0  # global norm of the gradients, in every method
     c.train.unit = "round"  # what one call of the compiled program does: a round, or a single inner step
     c.train.eval_every = 5  # rounds between evaluations on the validation part
-    c.train.checkpoint_every = 5  # rounds between checkpoints
+    c.train.checkpoint_every = 5  # rounds between checkpoints; 0 for none
     c.train.writers = ("jsonl",)  # metric writers of a run: jsonl, csv, tb, wandb
 
     c.lowcomm = ConfigDict()
@@ -69,10 +69,10 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     # tuned; the nearest is taken for others, and the report says so. The second group overrides them for all methods.
     c.settings = ConfigDict()
     c.settings.dp = ((8, 15, 8e-3, 1.0, 0.0),)  # data-parallel AdamW; K, H and the outer settings do not matter
-    c.settings.diloco = ((8, 15, 4e-3, 0.4, 0.6),)  # DiLoCo, outer Nesterov
-    c.settings.diloco_sgd = ((8, 15, 4e-3, 1.0, 0.0),)  # DiLoCo without outer momentum
-    c.settings.diloco_sgd_isoc = ((8, 15, 8e-3, 2.1, 0.0),)  # the same with Iso-C
-    c.settings.isoloco = ((8, 15, 8e-3, 1.8, 0.8),)  # IsoLoCo
+    c.settings.diloco = ((8, 15, 4e-3, 1.0, 0.3),)  # DiLoCo, outer Nesterov
+    c.settings.diloco_sgd = ((8, 15, 4e-3, 1.3, 0.0),)  # DiLoCo without outer momentum
+    c.settings.diloco_sgd_isoc = ((8, 15, 4e-3, 4.2, 0.0),)  # the same with Iso-C
+    c.settings.isoloco = ((8, 15, 4e-3, 2.5, 0.6),)  # IsoLoCo
     c.settings.lr = config_dict.placeholder(float)  # inner learning rate for all methods
     c.settings.outer_lr = config_dict.placeholder(float)  # outer learning rate for all methods
     c.settings.outer_momentum = config_dict.placeholder(float)  # outer momentum for all methods

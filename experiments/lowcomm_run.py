@@ -29,9 +29,9 @@ def check(config: Any, cell: sweep.Cell) -> None:
     t, k, h = config.train, cell.labels["K"], cell.labels["H"]
     if t.unit not in UNITS:
         raise ValueError(f"train.unit must be one of {UNITS}, got {t.unit!r}")
-    for name in ("steps", "eval_every", "checkpoint_every"):
-        if t[name] < 1:
-            raise ValueError(f"train.{name} must be >= 1, got {t[name]}")
+    for name, least in (("steps", 1), ("eval_every", 1), ("checkpoint_every", 0)):
+        if t[name] < least:
+            raise ValueError(f"train.{name} must be >= {least}, got {t[name]}")
     if t.steps % h:
         raise ValueError(f"train.steps must be a multiple of inner_steps={h}, got {t.steps}")
     for writer in t.writers:
@@ -95,10 +95,9 @@ def train(
         folder, algo.init(params, k, mesh=mesh), facts, keep=2, on_message=progress.line
     )
     every = h // scale  # calls in a round
-    hooks = [
-        evaluate(lambda s: {"loss": task.evaluate(s.params, task.valid)}, t.eval_every * every, "valid"),
-        checkpoint(checkpointer, t.checkpoint_every * every, facts),
-    ]
+    hooks = [evaluate(lambda s: {"loss": task.evaluate(s.params, task.valid)}, t.eval_every * every, "valid")]
+    if t.checkpoint_every:
+        hooks.append(checkpoint(checkpointer, t.checkpoint_every * every, facts))
     first = jax.process_index() == 0  # the only process that writes
     kinds = dict.fromkeys(("jsonl", *t.writers)) if first else ()  # the curves are read back from the first
     with checkpointer, make_writer(folder, tuple(kinds), resume_step=start, line=progress.line) as writer:

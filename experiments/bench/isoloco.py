@@ -6,8 +6,9 @@ decompositions. A CPU is one device to JAX, and a round leaves part of its cores
 `JAX_NUM_CPU_DEVICES=<cores>` the table gains a row for the workers spread over as many devices.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -29,13 +30,14 @@ from jaxlab.nn import transformer
 
 REPEATS = 7  # timed rounds of each program
 OUTER_REPEATS = 15  # timed outer steps
-TOLERANCE = 1e-5  # largest difference of a parameter between our round and the others after ROUNDS rounds
-ROUNDS = 2
+ROUNDS = 2  # before the parameters of two programs are compared
+TOLERANCE = 1e-5  # of their largest difference
+MAP_TOLERANCE = 1e-4  # products of other shapes round differently, and AdamW divides by small numbers
 H_TARGET = 30  # inner steps for which the share of the outer step is stated
 OURS, MESH, DP = "LowComm.round", "LowComm.round on a mesh", "DataParallel.round"
 HAND, DRJAX, MAP = "hand-written optax loop", "DrJAX", "lax.map over K"
-CONFIGURED = "as configured"
-BOUNDS = {HAND: 1.05, DRJAX: 1.10, CONFIGURED: 0.10}
+BOUNDS = {HAND: 1.05, DRJAX: 1.10}  # of our time over theirs
+OUTER_BOUND = 0.10  # of the outer step's share
 
 
 class Problem:
@@ -47,6 +49,7 @@ class Problem:
         config.sweep.workers = config.sweep.inner_steps = ()
         dp, iso = isoloco.cells(config)
         self.model = lm.model_config(config)
+        self.method = config.lowcomm.isotropize
         self.k, self.h, self.seq = config.lowcomm.workers, config.lowcomm.inner_steps, config.data.seq_len
         self.params = transformer.init(self.model, prng.key(0))
         self.eta, self.mu = iso.settings["outer_lr"], iso.settings["outer_momentum"]
@@ -159,27 +162,30 @@ def drjax_round(p: Problem) -> Callable[..., Any]:
         theta, momentum = outer_by_hand(p, theta, momentum, drjax.reduce_mean(delta))
         return (theta, momentum, workers, inner), losses
 
-    def quiet(state, batch):
-        level = logging.get_verbosity()
-        logging.set_verbosity(logging.ERROR)  # DrJAX warns, while it is traced, that there is no mesh
-        try:
-            return run(state, batch)
-        finally:
-            logging.set_verbosity(level)
-
-    return quiet
+    return run
 
 
-def check_equal(name: str, ours: PyTree, theirs: PyTree) -> float:
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """DrJAX warns, while it is compiled, that there is no mesh; here there should be none."""
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def check_equal(name: str, ours: PyTree, theirs: PyTree, tolerance: float = TOLERANCE) -> float:
     """The largest absolute difference of a parameter.
 
     Raises:
-      ValueError: when it is above `TOLERANCE`: then the two programs are not the same method.
+      ValueError: when it is above `tolerance`: then the two programs are not the same method.
     """
     pairs = zip(tree.leaf_paths(ours), jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     found = {path: float(jnp.max(jnp.abs(a - b))) for path, a, b in pairs}
     path = max(found, key=lambda key: found[key] if np.isfinite(found[key]) else np.inf)
-    if not found[path] <= TOLERANCE:
+    if not found[path] <= tolerance:
         raise ValueError(f"{name} differs from {OURS} by {found[path]:.2e} in {path!r} after {ROUNDS} rounds")
     return found[path]
 
@@ -204,9 +210,11 @@ def rounds(p: Problem) -> tuple[Table, dict[str, Any]]:
     notes = {DP: "the same data, one model, no outer step"}
     for name, run in others.items():
         calls[name] = timing.stepper(jit(run), p.state(), p.batch)
-        for _ in range(ROUNDS):
-            (theta, *_), _ = calls[name]()
-        notes[name] = f"equal to {check_equal(name, params, theta):.0e}"
+        with without_warnings():
+            for _ in range(ROUNDS):
+                (theta, *_), _ = calls[name]()
+        largest = check_equal(name, params, theta, MAP_TOLERANCE if name == MAP else TOLERANCE)
+        notes[name] = f"equal to {largest:.0e}"
     calls[DP] = timing.stepper(jit(p.dp.round(p.loss)), p.dp.init(p.params), p.batch, p.key)
     devices = max(d for d in range(1, jax.device_count() + 1) if p.k % d == 0)
     if devices > 1:
@@ -215,7 +223,9 @@ def rounds(p: Problem) -> tuple[Table, dict[str, Any]]:
         run = jit(p.algo.round(p.loss, mesh=workers))
         calls[MESH] = timing.stepper(run, p.algo.init(p.params, p.k, mesh=workers), batch, p.key)
         notes[MESH] = f"{devices} devices"
-    found = timing.measure(calls, repeats=REPEATS)
+    for name in {DP, MESH} & set(calls):
+        jax.block_until_ready(calls[name]())
+    found = timing.measure(calls, repeats=REPEATS, warmup=0)
 
     rows = [[OURS, found[OURS].best * 1e3, found[OURS].median * 1e3, 1.0, "", 1.0, None, ""]]
     facts["seconds"], facts["ratios"] = found[OURS].best, {}
@@ -246,16 +256,16 @@ def outer_steps(p: Problem, round_seconds: float) -> tuple[Table, dict[str, floa
         return functools.partial(jax.jit(run), theta, outer.init(theta), workers)
 
     calls = {"mean (DiLoCo)": build(lowcomm.diloco(p.eta, p.mu, nesterov=nesterov))}
-    calls[CONFIGURED] = build(p.algo.outer)
     for method in METHODS:
         calls[method] = build(lowcomm.isoloco(p.eta, p.mu, method=method, specs=p.specs, nesterov=nesterov))
     found = timing.measure(calls, repeats=OUTER_REPEATS)
-    inner_seconds = (round_seconds - found[CONFIGURED].best) / p.h
+    inner_seconds = (round_seconds - found[p.method].best) / p.h
     share = {name: t.best / (t.best + H_TARGET * inner_seconds) for name, t in found.items()}
     rows = []
     for name, t in found.items():
         r = timing.ratio(t, found["mean (DiLoCo)"])
-        rows.append([name, t.best * 1e3, r.best, f"{r.low:.1f} to {r.high:.1f}", share[name], BOUNDS.get(name)])
+        bound = OUTER_BOUND if name == p.method else None
+        rows.append([name, t.best * 1e3, r.best, f"{r.low:.1f} to {r.high:.1f}", share[name], bound])
     columns = ["outer step", "best ms", "/ mean", "quartiles", f"share of a round, H={H_TARGET}", "bound"]
     return Table("An outer step of IsoLoCo", columns, rows), share
 

@@ -49,10 +49,10 @@ class Linear(nnx.Module):
 
 
 class Embed(nnx.Module):
-    """Token embedding (V, d); NaN for a token outside `[0, V)`."""
+    """Token embedding (V, d), starts normal with the given standard deviation; NaN for a token outside `[0, V)`."""
 
-    def __init__(self, vocab: int, dim: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), (vocab, dim), jnp.float32))
+    def __init__(self, vocab: int, dim: int, std: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.embedding = nnx.Param(std * jax.random.normal(rngs.params(), (vocab, dim), jnp.float32))
         self.dtype = dtype
 
     def __call__(self, tokens: Integer[Array | np.ndarray, "B T"]) -> Float[Array, "B T d"]:

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxlab.core import config as configs
@@ -23,10 +24,28 @@ def config(monkeypatch: pytest.MonkeyPatch):
     for name in ("REPEATS", "OUTER_REPEATS"):
         monkeypatch.setattr(bench, name, 2)
     monkeypatch.setattr(bench.timing, "matmul_peak", lambda dtype: 1e12)
+    monkeypatch.setattr(bench, "METHODS", ("svd",))  # the others take long to compile
     return configs.apply_overrides(configs.load("isoloco"), OVERRIDES)
 
 
-def test_tables(config) -> None:
+@pytest.fixture
+def bigram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two matrices and a vector instead of the transformer, which takes long to compile."""
+
+    def init(model, key):
+        table = 0.1 * jax.random.normal(key, (model.vocab, model.dim))
+        return {"a": {"embedding": table}, "b": {"kernel": 2 * table.T}, "c": {"scale": jnp.ones(model.dim)}}
+
+    def loss(self, params, batch, key):
+        tokens = batch["tokens"]
+        x = params["a"]["embedding"][tokens[:, :-1]] * params["c"]["scale"]
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x @ params["b"]["kernel"], tokens[:, 1:]))
+
+    monkeypatch.setattr(transformer, "init", init)
+    monkeypatch.setattr(bench.Problem, "loss", loss)
+
+
+def test_tables(config, bigram) -> None:
     rounds, outer, facts = bench.main(config)
     names = [row[0] for row in rounds.rows]
     assert names == [bench.OURS, bench.HAND, bench.MAP, bench.DRJAX, bench.DP, bench.MESH]
@@ -34,7 +53,8 @@ def test_tables(config) -> None:
     assert {k: v for k, v in bounds.items() if v} == {bench.HAND: 1.05, bench.DRJAX: 1.1}
     assert all(row[1] > 0 and row[3] > 0 for row in rounds.rows)
     assert "2 devices" in rounds.rows[-1]
-    assert [row[0] for row in outer.rows] == ["mean (DiLoCo)", bench.CONFIGURED, "svd", "newton_schulz", "qdwh"]
+    assert [row[0] for row in outer.rows] == ["mean (DiLoCo)", "svd"]
+    assert outer.rows[1][-1] == 0.1
     assert all(0 < row[4] < 1 for row in outer.rows)
     values = {row[0]: row[1] for row in facts.rows}
     assert values["compilations in 2 rounds"] == 1
@@ -46,6 +66,7 @@ def test_tables(config) -> None:
         report.to_markdown(table)
 
 
+@pytest.mark.slow
 def test_stacked_layers(config, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand, each layer is a matrix and the stacked norm scales are none: the check inside passes."""
     monkeypatch.setitem(transformer.PRESETS, "micro", dataclasses.replace(MICRO, layers=2, scan_layers=True))
@@ -54,7 +75,7 @@ def test_stacked_layers(config, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.rows[1][-1].startswith("equal to ")
 
 
-def test_another_method_is_noticed(config) -> None:
+def test_another_method_is_noticed(config, bigram) -> None:
     p = bench.Problem(config)
     p.eta *= 1.01
     with pytest.raises(ValueError, match=r"hand-written optax loop differs from LowComm.round by .* after 2 rounds"):
@@ -65,7 +86,7 @@ def test_another_method_is_noticed(config) -> None:
         bench.check_equal("x", ours, {"w": jnp.array([0.0, jnp.nan])})
 
 
-def test_drjax_is_optional(config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drjax_is_optional(config, bigram, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(module: str, *, extra: str) -> None:
         raise errors.MissingExtraError(f"{module} is absent, extra {extra}")
 
@@ -94,7 +115,7 @@ def test_bounds_at_the_default_size() -> None:
         _, facts = bench.rounds(p)
         assert facts["compilations"] == 1 and facts["kept"] == 0
         _, share = bench.outer_steps(p, facts["seconds"])
-        assert share[bench.CONFIGURED] <= bench.BOUNDS[bench.CONFIGURED]
+        assert share[p.method] <= bench.OUTER_BOUND
         found = {name: facts["ratios"][name] for name in (bench.HAND, bench.DRJAX)}
         if all(min(r.best, r.cpu) <= bench.BOUNDS[name] for name, r in found.items()):
             return

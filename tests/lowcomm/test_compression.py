@@ -176,14 +176,17 @@ def test_feedback_works_in_float32_for_low_precision_parameters():
 
 
 def test_a_worker_that_diverged_leaves_nothing_in_its_residual():
-    """Of its leaf and of its healthy leaves."""
+    """Of its leaf and of its healthy leaves, of this round and of those before."""
     algo = LowComm(optax.sgd(1.0), local_sgd(), 1, compress=Compression("int4", 4), nonfinite="drop")
     bad = {"a": DELTAS["a"].copy(), "s": DELTAS["s"]}
     bad["a"][0, 0, 2, 1] = np.nan
-    state, _ = compiled(algo, "round", linear)(algo.init(ZEROS, 2), bad, jax.random.key(0), None)
+    first, _ = compiled(algo, "round", linear)(algo.init(ZEROS, 2), DELTAS, jax.random.key(0), None)
+    kept = np.asarray(first.residual["a"], np.float64)
+    assert kept.any(axis=(1, 2)).all()
+    state, _ = compiled(algo, "round", linear)(first, bad, jax.random.key(0), None)
     assert not np.asarray(state.residual["a"][0]).any() and np.asarray(state.residual["a"][1]).any()
-    sent = quantise(DELTAS["a"][1].ravel().astype(np.float64), "int4", 4)
-    np.testing.assert_allclose(-np.asarray(state.params["a"]).ravel(), sent, atol=1e-6)
+    sent = quantise((DELTAS["a"][1, 0] + kept[1]).ravel(), "int4", 4)
+    np.testing.assert_allclose((np.asarray(first.params["a"]) - state.params["a"]).ravel(), sent, atol=1e-6)
 
 
 def test_states_with_and_without_residual_are_told_apart():

@@ -443,3 +443,13 @@ def test_vmap_equals_a_loop():
     for method in METHODS:
         mapped = jax.vmap(lambda a, method=method: iso(a, method))(stack)
         np.testing.assert_allclose(mapped, [iso(a, method) for a in stack], atol=1e-5)
+
+
+def test_state_mapping_of_optax_accepts_specs() -> None:
+    """`optax.tree.map_params` calls `init` with an empty stand-in, which no pattern can match."""
+    params = {"q": {"kernel": jnp.ones((3, 2))}}
+    outer = optax.chain(isotropize(specs={"kernel$": 0}), optax.trace(0.9))
+    mapped = optax.tree.map_params(outer, lambda x: x + 1, outer.init(params))
+    assert mapped[1].trace["q"]["kernel"].tolist() == [[1.0, 1.0]] * 3
+    with pytest.raises(ValueError, match="matches no leaf"):
+        isotropize(specs={"absent": 0}).init(params)
