@@ -81,10 +81,11 @@ def train(
     k, h, t = cell.labels["K"], cell.labels["H"], config.train
     batch, scale = per_worker_batch(t.global_batch, k), steps_a_call(config, cell)
     init_key, run_key = jax.random.split(prng.key(cell.seed))
-    params = transformer.init(task.model, init_key)
+    init = lambda: transformer.init(task.model, init_key)  # noqa: E731
+    params = jax.eval_shape(init)  # the arrays themselves live in the state alone
     algo, mesh = build(cell, params), _worker_mesh(config.lowcomm.devices, k)
     shards = make_shards(task.train, k, seq_len=config.data.seq_len, split=config.data.split, seed=cell.seed)
-    program, values = _program(config, task, build, cell, mesh), SETTINGS(cell.settings)
+    program, values = _program(config, task, build, cell, params, mesh), SETTINGS(cell.settings)
 
     def batches(i):
         rows = shards.batch(i, batch_per_worker=batch, inner_steps=h if t.unit == "round" else None)
@@ -92,7 +93,7 @@ def train(
 
     facts = {"corpus": task.corpus_sha256, "cell": cell.name, "settings": dict(cell.settings)}
     checkpointer, state, start = sweep.restore(
-        folder, algo.init(params, k, mesh=mesh), facts, keep=2, on_message=progress.line
+        folder, algo.init(init(), k, mesh=mesh), facts, keep=2, on_message=progress.line
     )
     every = h // scale  # calls in a round
     hooks = [evaluate(lambda s: {"loss": task.evaluate(s.params, task.valid)}, t.eval_every * every, "valid")]
@@ -122,10 +123,9 @@ def train(
     )
 
 
-def _program(config: Any, task: lm.Task, build: Build, cell: sweep.Cell, mesh: Any) -> Callable[..., Any]:
+def _program(config: Any, task: lm.Task, build: Build, cell: sweep.Cell, params: Any, mesh: Any) -> Callable[..., Any]:
     """One call of training, compiled once for all seeds and settings of a kind of cell."""
     if kind(cell) not in task.programs:
-        params = jax.eval_shape(lambda: transformer.init(task.model, jax.random.key(0)))
 
         def call(state, batch, key, values):
             run = getattr(build(cell, params, values), config.train.unit)(task.loss_fn, mesh=mesh)

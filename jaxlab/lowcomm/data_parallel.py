@@ -38,7 +38,7 @@ class DataParallel:
       >>> algo = DataParallel(optax.sgd(0.5))
       >>> state = algo.init({"w": jnp.zeros(3)}, num_workers=2)
       >>> loss = lambda params, batch, key: jnp.mean((params["w"] - batch) ** 2)
-      >>> state, metrics = algo.round(loss)(state, jnp.ones((2, 5, 3)), jax.random.key(0))
+      >>> state, metrics = algo.round(loss)(state, jnp.ones((2, 5, 4, 3)), jax.random.key(0))
       >>> metrics["loss"].shape
       (5,)
     """

@@ -66,8 +66,9 @@ def isoloco(
       >>> import jax.numpy as jnp
       >>> outer = isoloco(1.8, 0.8)
       >>> delta = jnp.array([[1.0, 2.0], [3.0, 4.0]])
-      >>> outer.update(delta, outer.init(delta))[0].round(2).tolist()
-      [[4.86, -8.1], [-8.1, -4.86]]
+      >>> update, _ = outer.update(delta, outer.init(delta))
+      >>> [round(float(x), 2) for x in update.ravel()]
+      [4.86, -8.1, -8.1, -4.86]
     """
     check_outer(learning_rate, momentum, nesterov)
     if order not in ORDERS:
