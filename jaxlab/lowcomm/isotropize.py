@@ -59,6 +59,7 @@ _TUNED = (
 _TAYLOR = (1.875, -1.25, 0.375)
 # float32 products on every backend: TF32 or bfloat16 would lose the small singular values.
 matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+_SHARED = 2**20  # elements up to which leaves of one shape are decomposed together
 _SAFETY = 1.01  # the tuned polynomials diverge just above 1: every step is taken at x / 1.01
 
 
@@ -213,13 +214,15 @@ def isotropize_tree(
     leaves, treedef = jax.tree.flatten(tree)
     layouts = list(resolve_specs(tree, specs, mask).values())
     # Equal shapes (up to transposition) share one batched decomposition: faster to run, and far fewer ops to compile.
+    # Large leaves stand alone: they fill the device by themselves, and a common batch would hold them all at once.
     groups: dict[Any, list[int]] = {}
     stacks: dict[int, Array] = {}
     for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
         if layout is not None and leaf.size:
             stack = to_matrices(jnp.asarray(leaf), layout)
             stacks[i] = stack if stack.shape[1] >= stack.shape[2] else stack.mT
-            groups.setdefault((stacks[i].shape[1:], stack.dtype), []).append(i)
+            alone = i if leaf.size > _SHARED else None
+            groups.setdefault((stacks[i].shape[1:], stack.dtype, alone), []).append(i)
     for members in groups.values():
         batch = jnp.concatenate([stacks[i] for i in members]) if len(members) > 1 else stacks[members[0]]
         batch = iso(batch, method, rtol, ns_steps)
@@ -359,7 +362,9 @@ def _polar_newton_schulz(x: Float[Array, "*stack m n"], steps: int) -> Float[Arr
         else:
             a, b, c = _TAYLOR
         gram = matmul(x.mT, x)
-        x = a * x + matmul(x, b * gram + c * matmul(gram, gram))
+        # One product, not a * x + x (...): a compiler may carry that sum along twice, as x and as its transposed copy,
+        # and their difference in rounding then grows by the factor a > 1 at every step.
+        x = matmul(x, a * jnp.eye(x.shape[-1], dtype=x.dtype) + b * gram + c * matmul(gram, gram))
     return x
 
 

@@ -453,3 +453,12 @@ def test_state_mapping_of_optax_accepts_specs() -> None:
     assert mapped[1].trace["q"]["kernel"].tolist() == [[1.0, 1.0]] * 3
     with pytest.raises(ValueError, match="matches no leaf"):
         isotropize(specs={"absent": 0}).init(params)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (8, 3), (16, 8)])
+def test_more_matrix_product_steps_never_hurt(shape):
+    """Small tall matrices, compiled: here a sum `a x + x (...)` was carried along twice and drifted apart."""
+    a = matrix(np.random.default_rng(1), *shape, condition=4)
+    for steps in (12, 18, 40):
+        factor = jax.jit(lambda x, n=steps: polar(x, "newton_schulz", ns_steps=n))(jnp.asarray(a)[None])[0]
+        np.testing.assert_allclose(factor, merging_np.polar(a), atol=2e-6)
