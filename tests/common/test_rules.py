@@ -181,9 +181,11 @@ def test_one_place_says_what_is_needed() -> None:
 def test_the_installed_package_has_one_top_level_name() -> None:
     """Another package called `kernels` exists: nothing but `jaxlab` may land beside it."""
     try:
-        files = importlib.metadata.files("jaxlab") or []
+        installed_as = importlib.metadata.distribution("jaxlab")
     except importlib.metadata.PackageNotFoundError:
-        files = []
+        pytest.skip("not installed")
+    # An editable install leaves `jaxlab.egg-info` in the checkout, which lists sources and has no RECORD.
+    files = installed_as.files or [] if installed_as.read_text("RECORD") else []
     if not any(file.as_posix() == "jaxlab/__init__.py" for file in files):
         pytest.skip("not installed from a wheel")
     tops = {file.parts[0] for file in files if not file.parts[0].endswith(".dist-info")} - {"..", "__pycache__"}
