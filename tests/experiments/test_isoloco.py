@@ -1,6 +1,5 @@
 """The IsoLoCo experiment: run folders, resuming, settings, the report, and what the methods learn."""
 
-import dataclasses
 import json
 import math
 import os
