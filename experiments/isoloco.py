@@ -2,7 +2,7 @@
 
 Every cell (method, K workers, H inner steps, seed) trains the same model on the same number of tokens with AdamW, the
 same warm-up, cosine decay, weight decay and clipping, and is scored on the test part of the corpus. Settings were tuned
-on the validation part with another seed (`jaxlab run isoloco:tune`), with as many grid points for every method.
+on the validation part with another seed (`jaxlab run isoloco:tune`), on grids of as many points for every method.
 """
 
 import functools
