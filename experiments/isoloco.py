@@ -109,7 +109,7 @@ def main(config: Any, workdir: Path) -> Result:
     with (Progress if first else NullProgress)(sum(cell.steps for cell in todo)) as progress:
         results = sweep.run_cells(
             todo, lambda cell, folder, view: train(cell, folder, view), workdir, progress=progress,
-            steps_per_update=lambda cell: lowcomm_run.steps_a_call(config, cell), allow_divergence=config.grid.on,
+            steps_per_update=lambda cell: lowcomm_run.steps_a_call(config, cell), allow_divergence=bool(config.grid),
         )  # fmt: skip
     return lowcomm_report.result(config, todo, results, METHODS) if first else Result("written by process 0")
 

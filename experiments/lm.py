@@ -61,7 +61,8 @@ def model_config(config: Any) -> transformer.TransformerConfig:
     """The transformer of `config.model`."""
     if config.model.preset not in transformer.PRESETS:
         raise ValueError(f"model.preset must be one of {tuple(transformer.PRESETS)}, got {config.model.preset!r}")
-    return dataclasses.replace(transformer.PRESETS[config.model.preset], remat=config.model.remat)
+    options = {"remat": config.model.remat, "embedding_std": config.model.embedding_std}
+    return dataclasses.replace(transformer.PRESETS[config.model.preset], **options)
 
 
 def load_corpus(path: str) -> Corpus:

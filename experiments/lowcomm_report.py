@@ -14,8 +14,8 @@ PAIRS = (("diloco_sgd_isoc", "diloco_sgd"), ("isoloco", "diloco"))
 
 def settings(config: Any, method: str, k: int, h: int) -> list[tuple[dict[str, Number], dict[str, Number]]]:
     """(settings, extra labels) of every run of a method at K and H: the tuned point, or all points of its grid."""
-    if config.grid.on:
-        lrs, etas, mus = next(space[1:] for space in config.grid.space if space[0] == method)
+    if config.grid:
+        lrs, etas, mus = next(space[1:] for space in config.grid if space[0] == method)
         points = [(lr, eta, mu) for lr in lrs for eta in etas for mu in mus]
         found = [{"lr": lr, "outer_lr": eta, "outer_momentum": mu} for lr, eta, mu in points]
         return [(point, point) for point in found]
@@ -34,7 +34,7 @@ def _nearest(tuned: Sequence[Sequence[Number]], k: int, h: int) -> Sequence[Numb
 
 def result(config: Any, cells: Sequence[sweep.Cell], results: Sequence[sweep.CellResult], names: dict) -> Result:
     """The report of a finished sweep."""
-    if config.grid.on:
+    if config.grid:
         return _tuning(config, cells, results, names)
     groups: dict[tuple, list] = {}
     for cell, res in zip(cells, results, strict=True):

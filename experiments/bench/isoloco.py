@@ -45,7 +45,7 @@ class Problem:
 
     def __init__(self, config: Any):
         config = ConfigDict(configs.to_dict(config))
-        config.methods, config.seeds, config.grid.on = ("dp", "isoloco"), (0,), False
+        config.methods, config.seeds, config.grid = ("dp", "isoloco"), (0,), ()
         config.sweep.workers = config.sweep.inner_steps = ()
         dp, iso = isoloco.cells(config)
         self.model = lm.model_config(config)

@@ -19,6 +19,7 @@ there is one `layers/attn/q/kernel` of shape (L, in, out). A tied model has no `
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -49,6 +50,7 @@ class TransformerConfig:
       kv_heads: key/value heads, each shared by heads / kv_heads query heads.
       ffn: hidden width of the SwiGLU.
       tied: use the embedding as the output matrix.
+      embedding_std: standard deviation of the initial embedding; None for 1, or dim^-0.5 when tied.
       dtype: matmul dtype, "float32" or "bfloat16"; parameters, norms, softmax, logits and loss are always fp32.
       remat: what the backward pass recomputes: "none", "dots" (all but the matmul results) or "full" (every block).
       scan_layers: stack the layers on a leading axis and scan over them (compile time independent of L).
@@ -66,6 +68,7 @@ class TransformerConfig:
     kv_heads: int
     ffn: int
     tied: bool = False
+    embedding_std: float | int | None = None
     dtype: str = "float32"
     remat: str = "none"
     scan_layers: bool = False
@@ -84,6 +87,8 @@ class TransformerConfig:
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got heads={self.heads}, kv_heads={self.kv_heads}")
+        if self.embedding_std is not None and not 0.0 < self.embedding_std < math.inf:
+            raise ValueError(f"embedding_std must be finite and > 0, or None, got {self.embedding_std}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
         if self.remat not in REMAT:
@@ -112,9 +117,9 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.config = config
-        # With unit variance, data-parallel AdamW on `tiny` ends lower than with a small embedding. A tied one is the
-        # output matrix as well.
-        std = config.dim**-0.5 if config.tied else 1.0
+        std = config.embedding_std
+        if std is None:
+            std = config.dim**-0.5 if config.tied else 1.0  # a tied embedding is the output matrix as well
         self.embed = L.Embed(config.vocab, config.dim, std, jnp.dtype(config.dtype), rngs)
         blocks = [L.Block(config, rngs) for _ in range(config.layers)]
         if config.scan_layers:

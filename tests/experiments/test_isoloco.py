@@ -227,6 +227,7 @@ def test_options(corpus, tmp_path, overrides, sent):
         (("lowcomm.isotropize=qr",), "unknown method 'qr'; allowed: newton_schulz"),
         (("settings.outer_lr=-1",), "learning_rate must be finite and > 0, got -1"),
         (("settings.lr=0",), "lr must be > 0, got 0"),
+        (("model.embedding_std=0",), "embedding_std must be finite and > 0, or None, got 0"),
         (("model.preset=huge",), "model.preset must be one of .* got 'huge'"),
         (("data.split=random",), "split must be one of"),
         (("data.eval_windows=10000000",), "count must be <="),
@@ -246,10 +247,10 @@ def test_bad_settings_are_refused_before_anything_is_trained(corpus, tmp_path, c
 @pytest.mark.parametrize(
     ("variant", "cells", "steps"),
     [
-        ("tiny", 5, 450),
-        ("workers", 3 * (5 * 4 + 1), 450),
-        ("inner_steps", 3 * (3 * 4 + 1), 450),
-        ("tune", 5 * 12, 450),
+        ("tiny", 5, 900),
+        ("workers", 3 * (5 * 4 + 1), 900),
+        ("inner_steps", 3 * (3 * 4 + 1), 900),
+        ("tune", 5 * 12, 900),
         ("paper178m", 5, 6750),
         ("paper512m", 3, 4890),
     ],
@@ -271,8 +272,8 @@ def test_grids_are_as_large_for_every_method():
 def test_describe_the_default():
     facts = isoloco.describe(configs.load("isoloco"))
     n, k, h = 164_160, 8, 15
-    assert facts["parameters"] == n and facts["tokens a step"] == 2048
-    assert facts["FLOPs a step"] == transformer.flops_per_token(transformer.PRESETS["tiny"], 64) * 2048
+    assert facts["parameters"] == n and facts["tokens a step"] == 1024
+    assert facts["FLOPs a step"] == transformer.flops_per_token(transformer.PRESETS["tiny"], 64) * 1024
     workers = k * (4 * n * 3 + 2 * 4)  # parameters, two moments, and the counts of Adam and of its schedule
     for name, outer in (("IsoLoCo", 1), ("DiLoCo", 1), ("DiLoCo-SGD", 0), ("DiLoCo-SGD + Iso-C", 0)):
         assert facts[f"state bytes, {name}"] == workers + 4 * n * (1 + outer) + 4
@@ -309,7 +310,7 @@ def tuning(corpus, space, **changes):
     with config.unlocked():
         for key, value in {**SMALL, "data.path": str(corpus), "train.steps": 4, **changes}.items():
             config.update_from_flattened_dict({key: value})
-        config.grid.space = space
+        config.grid = space
     return config
 
 
@@ -449,13 +450,17 @@ def losses_of(workdir, *overrides):
 
 @pytest.mark.slow
 def test_learning(tmp_path):
-    """Three seeds, each method at its tuned setting: merging with Iso-C beats averaging, with and without momentum."""
+    """Three seeds, each method at its tuned setting: merging with Iso-C beats averaging, with and without momentum.
+
+    By 0.1 nats up to two standard errors, and by more than two standard errors. A standard error of three numbers can
+    be small by chance; the floor is that of the differences' typical spread, 0.015, over sqrt(3).
+    """
     found = losses_of(tmp_path / "w", "seeds=0,1,2", "methods=diloco,diloco_sgd,diloco_sgd_isoc,isoloco")
     for better, worse in lowcomm_report.PAIRS:
         gaps = [found[worse][seed] - found[better][seed] for seed in (0, 1, 2)]
         mean = sum(gaps) / 3
-        sem = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / 2 / 3)
-        assert mean >= 0.1 and mean > 2 * sem, f"{worse} - {better}: {gaps}"
+        sem = max(0.015 / math.sqrt(3), math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / 2 / 3))
+        assert mean > 2 * sem and mean + 2 * sem >= 0.1, f"{worse} - {better}: {gaps}"
 
 
 @pytest.mark.slow

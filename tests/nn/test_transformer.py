@@ -178,6 +178,30 @@ def test_preset_sizes(preset, count):
     assert tf.param_count(tf.PRESETS[preset]) == count
 
 
+@pytest.mark.parametrize(
+    ("options", "embedding"),
+    [({}, 1.0), ({"tied": True}, 64**-0.5), ({"embedding_std": 0.3}, 0.3), ({"embedding_std": 0.3, "tied": True}, 0.3)],
+    ids=str,
+)
+def test_initial_scales(options, embedding):
+    """Standard deviations, within five of their own standard errors."""
+    config = dataclasses.replace(tf.PRESETS["tiny"], **options)
+    residual = (2 * config.layers) ** -0.5  # what each block adds starts small
+    wanted = {"embedding": embedding, "o/kernel": residual * 64**-0.5, "down/kernel": residual * 256**-0.5}
+    for path, leaf in by_path(tf.init(config, jax.random.key(0))).items():
+        if path.endswith("scale"):
+            assert np.all(leaf == 1)
+            continue
+        std = next((std for end, std in wanted.items() if path.endswith(end)), 64**-0.5)
+        assert np.std(leaf) == pytest.approx(std, rel=5 * (2 * leaf.size) ** -0.5), path
+
+
+@pytest.mark.parametrize("std", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_bad_embedding_std_is_refused(std):
+    with pytest.raises(ValueError, match="embedding_std must be finite and > 0, or None, got"):
+        dataclasses.replace(BASE, embedding_std=std)
+
+
 def test_layer_names_sort_in_layer_order():
     shapes = jax.eval_shape(lambda: tf.init(dataclasses.replace(BASE, layers=12), jax.random.key(0)))
     assert sorted(shapes["layers"]) == [f"{i:02d}" for i in range(12)]
