@@ -71,10 +71,42 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     # tuned; the nearest is taken for others, and the report says so. The second group overrides them for all methods.
     c.settings = ConfigDict()
     c.settings.dp = ((8, 15, 8e-3, 1.0, 0.0),)  # data-parallel AdamW; K, H and the outer settings do not matter
-    c.settings.diloco = ((8, 15, 5.7e-3, 1.0, 0.6),)  # DiLoCo, outer Nesterov
-    c.settings.diloco_sgd = ((8, 15, 8e-3, 1.3, 0.0),)  # DiLoCo without outer momentum
-    c.settings.diloco_sgd_isoc = ((8, 15, 8e-3, 3.6, 0.0),)  # the same with Iso-C
-    c.settings.isoloco = ((8, 15, 5.7e-3, 2.5, 0.6),)  # IsoLoCo
+    c.settings.diloco = (  # DiLoCo, outer Nesterov
+        (1, 15, 1.13e-2, 0.5, 0.6),
+        (2, 15, 1.13e-2, 0.5, 0.6),
+        (4, 15, 5.7e-3, 0.7, 0.6),
+        (8, 5, 1.13e-2, 0.7, 0.6),
+        (8, 15, 5.7e-3, 1.0, 0.6),
+        (8, 30, 5.7e-3, 1.0, 0.6),
+        (16, 15, 8e-3, 1.0, 0.6),
+    )
+    c.settings.diloco_sgd = (  # DiLoCo without outer momentum
+        (1, 15, 1.13e-2, 0.7, 0.0),
+        (2, 15, 8e-3, 1.0, 0.0),
+        (4, 15, 8e-3, 1.3, 0.0),
+        (8, 5, 1.6e-2, 1.0, 0.0),
+        (8, 15, 8e-3, 1.3, 0.0),
+        (8, 30, 5.7e-3, 1.6, 0.0),
+        (16, 15, 8e-3, 1.3, 0.0),
+    )
+    c.settings.diloco_sgd_isoc = (  # the same with Iso-C
+        (1, 15, 1.6e-2, 1.25, 0.0),
+        (2, 15, 8e-3, 2.5, 0.0),
+        (4, 15, 8e-3, 3.6, 0.0),
+        (8, 5, 1.13e-2, 3.6, 0.0),
+        (8, 15, 8e-3, 3.6, 0.0),
+        (8, 30, 4e-3, 5.0, 0.0),
+        (16, 15, 4e-3, 7.0, 0.0),
+    )
+    c.settings.isoloco = (  # IsoLoCo
+        (1, 15, 5.7e-3, 1.8, 0.6),
+        (2, 15, 1.13e-2, 1.25, 0.6),
+        (4, 15, 8e-3, 1.8, 0.6),
+        (8, 5, 1.13e-2, 1.8, 0.6),
+        (8, 15, 5.7e-3, 2.5, 0.6),
+        (8, 30, 4e-3, 2.5, 0.6),
+        (16, 15, 5.7e-3, 2.5, 0.8),
+    )
     c.settings.lr = config_dict.placeholder(float)  # inner learning rate for all methods
     c.settings.outer_lr = config_dict.placeholder(float)  # outer learning rate for all methods
     c.settings.outer_momentum = config_dict.placeholder(float)  # outer momentum for all methods

@@ -95,7 +95,7 @@ def test_the_report(finished):
     for name in isoloco.METHODS.values():
         assert f"| {name} | 4 | 2 |" in text
     assert "DiLoCo - IsoLoCo | 4 | 2 |" in text and "DiLoCo-SGD - DiLoCo-SGD + Iso-C | 4 | 2 |" in text
-    assert "IsoLoCo at K=4, H=2 uses the settings tuned at K=8, H=15." in text
+    assert "IsoLoCo at K=4, H=2 uses the settings tuned at K=8, H=5." in text
     assert "data-parallel AdamW at K" not in text, "its settings do not depend on K and H"
     assert sorted(path.name for path in (finished / "plots").iterdir()) == ["loss_mb.png", "loss_tokens.png"]
     result = read_result(finished)
@@ -402,8 +402,8 @@ def test_plots_of_sweeps():
 
 
 def test_notes_name_settings_that_were_not_tuned():
-    notes = fake_report((8, 16), (15,), lambda *_: 1.0, lr=0.5).notes
-    assert "IsoLoCo at K=16, H=15 uses the settings tuned at K=8, H=15." in notes
+    notes = fake_report((8, 32), (15,), lambda *_: 1.0, lr=0.5).notes
+    assert "IsoLoCo at K=32, H=15 uses the settings tuned at K=16, H=15." in notes
     assert "settings.lr=0.5 was set for all methods and not tuned." in notes
     assert not any("at K=8, H=15 uses" in note for note in notes)
 
