@@ -4,6 +4,8 @@ jaxlib's LAPACK calls split a *batch* over XLA's intra-op thread pool and wait f
 that pool. Two such calls at once (two shapes in one program, or the same program on several CPU devices) on a machine
 with two cores wait for each other forever (seen with jaxlib 0.10.2). A call for a single matrix does not use the pool,
 so on CPU these functions loop over the stack, also under `vmap`; on accelerators they call batched `jnp.linalg`.
+They can be differentiated in both modes; under `vmap` *and* differentiation the loop does not hold, and LAPACK gets
+the batch that `vmap` made.
 """
 
 from collections.abc import Callable
@@ -53,10 +55,20 @@ def singular_values(a: Float[Array, "*stack m n"]) -> Float[Array, "*stack r"]:
 def _stacked(factorise: Callable[[Array], Any], a: Array) -> Any:
     one = jax.custom_batching.sequential_vmap(factorise)
 
+    @jax.custom_jvp
     def looped(x):
         f = one
         for _ in range(x.ndim - 2):
             f = jax.vmap(f)
         return f(x)
+
+    @looped.defjvp
+    def derivative(primals, tangents):
+        # Not `one`: reverse mode cannot pass through a custom batching rule.
+        def plain(x):
+            flat = jax.lax.map(factorise, x.reshape(-1, *x.shape[-2:]))
+            return jax.tree.map(lambda y: y.reshape(*x.shape[:-2], *y.shape[1:]), flat)
+
+        return jax.jvp(plain, primals, tangents)
 
     return jax.lax.platform_dependent(a, cpu=looped, default=factorise)

@@ -52,11 +52,20 @@ def collectives(hlo: str) -> list[Collective]:
         if match is None:
             continue
         arrays = _ARRAY.findall(match["shape"])
-        if match["start"] and len(arrays) > 1:
-            arrays = arrays[len(arrays) // 2 :]  # a start returns (operands, results)
+        if match["start"]:
+            arrays = _results(match["kind"], arrays)
         nbytes = sum(_bits(dtype) * math.prod(int(n) for n in dims.split(",") if n) // 8 for dtype, dims in arrays)
         found.append(Collective(match["kind"], nbytes, not entry, tuple(dict.fromkeys(d for d, _ in arrays))))
     return found
+
+
+def _results(kind: str, arrays: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those of the arrays an asynchronous start returns that are results: the others are operands and bookkeeping."""
+    if kind == "all-reduce" or len(arrays) < 2:  # an all-reduce works in place and returns results only
+        return arrays
+    if kind == "collective-permute" and len(arrays) >= 4 and arrays[-2:] == [("u32", "")] * 2:
+        arrays = arrays[:-2]
+    return arrays[len(arrays) // 2 :]
 
 
 def _bits(dtype: str) -> int:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from jaxlab.core import prng, tree
+from jaxlab.lowcomm import checks
 from jaxlab.lowcomm.lowcomm import LossFn, check_params
 
 
@@ -45,9 +46,13 @@ class DataParallel:
 
     inner: optax.GradientTransformation
 
+    def __post_init__(self):
+        checks.transformation("inner", self.inner)
+
     def init(self, params: PyTree, num_workers: int = 1, *, mesh: Mesh | None = None) -> DataParallelState:
         """The state before the first step, replicated over `mesh` when given."""
         check_params(params)
+        checks.count("num_workers", num_workers)
 
         def make(p):
             return DataParallelState(p, self.inner.init(p), jnp.zeros((), jnp.int32))
@@ -90,7 +95,11 @@ class DataParallel:
         return run
 
     def bytes_per_round(self, params: PyTree, num_workers: int, steps: int) -> dict[str, int]:
-        """Bytes that `steps` steps put on the network for each worker, as in `LowComm.bytes_per_round`."""
+        """Bytes that `steps` steps put on the network for each worker, as in `LowComm.bytes_per_round`.
+
+        Gradients are reduced in the parameters' dtype; XLA's CPU backend may widen bfloat16 to float32.
+        """
+        checks.count("num_workers", num_workers)
         payload = tree.nbytes(params) * steps
         return {"payload": payload, "ring": 2 * (num_workers - 1) * payload // num_workers}
 

@@ -16,9 +16,12 @@ import math
 import numbers
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from jaxtyping import Array, Float
+
+from jaxlab.lowcomm import checks
 
 ScalarOrSchedule = int | float | np.number | Float[Array | np.ndarray, ""] | optax.Schedule
 
@@ -38,6 +41,7 @@ def diloco(
 
     Raises:
       ValueError: for eta <= 0, mu outside [0, 1), or Nesterov without momentum.
+      TypeError: for what is neither a real scalar nor a schedule.
 
     Example:
       >>> import jax.numpy as jnp
@@ -77,11 +81,17 @@ def momentum_trace(momentum: Any, nesterov: bool) -> optax.GradientTransformatio
 
 
 def check_outer(learning_rate: Any, momentum: Any, nesterov: bool) -> None:
-    """Checks outer hyper-parameters that are plain numbers; schedules and traced values pass."""
-    if isinstance(learning_rate, numbers.Real) and not (learning_rate > 0 and math.isfinite(learning_rate)):
+    """Checks outer hyper-parameters whose values are known; schedules and traced values pass.
+
+    A jax array may be 0: `optax.inject_hyperparams` passes the current value of a schedule, and a warm-up starts there.
+    """
+    allowed = "a real number, a scalar array or a schedule"
+    eta = None if callable(learning_rate) else checks.scalar("learning_rate", learning_rate, allowed)
+    mu = None if callable(momentum) else checks.scalar("momentum", momentum, allowed)
+    warm_up = eta == 0 and isinstance(learning_rate, jax.Array)
+    if eta is not None and not (math.isfinite(eta) and (eta > 0 or warm_up)):
         raise ValueError(f"learning_rate must be finite and > 0, got {learning_rate}")
-    if isinstance(momentum, numbers.Real):
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-        if nesterov and momentum == 0:
-            raise ValueError("nesterov=True needs momentum > 0, got 0; pass nesterov=False")
+    if mu is not None and not 0 <= mu < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    if mu == 0 and nesterov and not isinstance(momentum, jax.Array):
+        raise ValueError("nesterov=True needs momentum > 0, got 0; pass nesterov=False")

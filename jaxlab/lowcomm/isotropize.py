@@ -36,15 +36,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree, Real
 
 from jaxlab.core import errors, linalg
 from jaxlab.core import tree as trees
+from jaxlab.lowcomm import checks
 
 Method = str  # one of METHODS
 METHODS = ("svd", "newton_schulz", "qdwh")
-Rtol = float | Real[Array, ""] | str | None  # a number >= 0, "auto", or None
+Rtol = float | Real[Array | np.ndarray | np.generic, ""] | str | None  # a number >= 0, "auto", or None
 Steps = int | Real[Array, ""]  # an array only where it is not used: optax.inject_hyperparams makes one
 
 _TUNED = (
@@ -78,6 +80,13 @@ class MatrixSpec:
     rows: tuple[int, ...]
     cols: tuple[int, ...]
 
+    def __post_init__(self):
+        for name, axes in (("rows", self.rows), ("cols", self.cols)):
+            if not isinstance(axes, tuple):
+                raise TypeError(f"{name} must be a tuple of axes such as (0,), got {axes!r}")
+            for axis in axes:
+                checks.integer(f"an axis in {name}", axis)
+
 
 Spec = None | int | MatrixSpec
 Specs = None | Mapping[str, Any] | Callable[[str, Any], Spec] | PyTree
@@ -98,9 +107,11 @@ def polar(
     Args:
       a: matrices `[..., m, n]`. float16 and bfloat16 are computed in float32.
       method: `"svd"`, `"newton_schulz"` or `"qdwh"`, see the module's head.
-      rtol: with `"svd"`, singular values `<= rtol * max` get 0 instead of 1: `"auto"` is `max(m, n) * eps` of the dtype
-        computed in; `None` cuts nothing, so a null space is filled with the vectors LAPACK happens to return (this is
-        what the reference implementations do). The other methods have no cut and accept only `"auto"`.
+      rtol: with `"svd"`, singular values `<= rtol * max` get 0 instead of 1: `"auto"` is `auto_rtol` of the shape and
+        dtype, `max(m, n) * eps` for float32 and at least `eps / sqrt(12)` for float16 and bfloat16; `None` cuts
+        nothing, so a null space is filled with the vectors LAPACK happens to return (this is what the reference
+        implementations do). The other methods have no cut, so they magnify the rounding noise of float16 and bfloat16
+        matrices of low rank, and accept only `"auto"`.
       ns_steps: number of `"newton_schulz"` steps; 12 reaches float32 accuracy for condition numbers up to about 1e4.
 
     Returns:
@@ -115,7 +126,7 @@ def polar(
     [[0.0, 1.0], [1.0, 0.0]]
     """
     check_options(method, rtol, ns_steps)
-    check_float(a, "a")
+    check_matrices(a, "a")
     return _factors(a, method, rtol, ns_steps)[0].astype(a.dtype)
 
 
@@ -133,7 +144,7 @@ def nuclear_norm(a: Float[Array, "*stack m n"], method: Method = "svd", ns_steps
     5.0
     """
     check_options(method, "auto", ns_steps)
-    check_float(a, "a")
+    check_matrices(a, "a")
     return _factors(a, method, "auto", ns_steps)[1] * min(a.shape[-2:])
 
 
@@ -146,7 +157,7 @@ def iso(
     [[-1.5, 2.5], [2.5, 1.5]]
     """
     check_options(method, rtol, ns_steps)
-    check_float(a, "a")
+    check_matrices(a, "a")
     factor, sigma_bar = _factors(a, method, rtol, ns_steps)
     return (sigma_bar[..., None, None] * factor).astype(a.dtype)
 
@@ -208,10 +219,15 @@ def isotropize_tree(
     method: Method = "svd",
     rtol: Rtol = "auto",
     ns_steps: Steps = 12,
+    stored: PyTree | None = None,
 ) -> PyTree:
-    """`isotropize` as a function of a pytree; arguments and errors as there."""
+    """`isotropize` as a function of a pytree; arguments and errors as there.
+
+    `stored`, shaped like `tree`, has the dtypes that the numbers were once rounded to, for `rtol="auto"`.
+    """
     check_options(method, rtol, ns_steps)
     leaves, treedef = jax.tree.flatten(tree)
+    dtypes = [getattr(leaf, "dtype", None) for leaf in (leaves if stored is None else jax.tree.leaves(stored))]
     layouts = list(resolve_specs(tree, specs, mask).values())
     # Equal shapes (up to transposition) share one batched decomposition: faster to run, and far fewer ops to compile.
     # Large leaves stand alone: they fill the device by themselves, and a common batch would hold them all at once.
@@ -222,10 +238,11 @@ def isotropize_tree(
             stack = to_matrices(jnp.asarray(leaf), layout)
             stacks[i] = stack if stack.shape[1] >= stack.shape[2] else stack.mT
             alone = i if leaf.size > _SHARED else None
-            groups.setdefault((stacks[i].shape[1:], stack.dtype, alone), []).append(i)
-    for members in groups.values():
+            groups.setdefault((stacks[i].shape[1:], stack.dtype, dtypes[i], alone), []).append(i)
+    for (shape, _, dtype, _), members in groups.items():
         batch = jnp.concatenate([stacks[i] for i in members]) if len(members) > 1 else stacks[members[0]]
-        batch = iso(batch, method, rtol, ns_steps)
+        cut = isinstance(rtol, str) and method == "svd"
+        batch = iso(batch, method, auto_rtol(shape, dtype) if cut else rtol, ns_steps)
         start = 0
         for i in members:
             stop = start + stacks[i].shape[0]
@@ -256,13 +273,14 @@ def matrix_diagnostics(
     for path, layout in resolve_specs(tree, specs, mask).items():
         if layout is None or not leaves[path].size:
             continue
-        a = _computed(to_matrices(jnp.asarray(leaves[path]), layout))
-        s = linalg.singular_values(a)
-        kept = jnp.sum(s > cutoff(s, a), axis=-1)
+        a = to_matrices(jnp.asarray(leaves[path]), layout)
+        x, factor = in_range(_computed(a), (-2, -1))
+        s = linalg.singular_values(x)
+        kept = jnp.sum(s > cutoff(s, auto_rtol(a.shape, a.dtype)), axis=-1)
         sigma_bar = jnp.mean(s, axis=-1)
         norm = jnp.linalg.norm(s, axis=-1)
         ratio = jnp.where(norm == 0, 0, sigma_bar * jnp.sqrt(kept.astype(s.dtype)) / jnp.where(norm == 0, 1, norm))
-        stats[path] = MatrixStats(jnp.mean(sigma_bar), jnp.mean(ratio))
+        stats[path] = MatrixStats(jnp.mean(sigma_bar / factor[..., 0, 0]), jnp.mean(ratio))
     return stats
 
 
@@ -314,14 +332,17 @@ def from_matrices(matrices: Float[Array, "stack m n"], spec: MatrixSpec, shape: 
 
 def _factors(a: Array, method: Method, rtol: Rtol, ns_steps: Steps) -> tuple[Array, Array]:
     """The polar factors of a stack and the mean singular values, in the dtype computed in."""
+    if isinstance(rtol, str):
+        rtol = auto_rtol(a.shape, a.dtype)
     a = _computed(a)
     r = min(a.shape[-2:])
     if not a.size:
         return a, jnp.zeros(a.shape[:-2], a.dtype)
-    # Scaling by the largest entry keeps squares and norms in range. Non-finite matrices are computed as zeros and
-    # overwritten with NaN: LAPACK may iterate long or print on infinities.
+    # Scaling by the largest entry keeps squares and norms in range, once its reciprocal is a normal number: a compiler
+    # may multiply with that. Non-finite matrices are computed as zeros and overwritten with NaN: LAPACK may iterate
+    # long or print on infinities.
     finite = jnp.all(jnp.isfinite(a), axis=(-2, -1), keepdims=True)
-    a = jnp.where(finite, a, 0)
+    a, factor_in = in_range(jnp.where(finite, a, 0), (-2, -1))
     scale = jnp.max(jnp.abs(a), axis=(-2, -1), keepdims=True)
     x = a / jnp.where(scale == 0, 1, scale)
     wide = x.shape[-2] < x.shape[-1]
@@ -336,7 +357,7 @@ def _factors(a: Array, method: Method, rtol: Rtol, ns_steps: Steps) -> tuple[Arr
         # Exact, not just to rounding: an untouched embedding row must not move.
         used = jnp.any(x != 0, axis=-1, keepdims=True) & jnp.any(x != 0, axis=-2, keepdims=True)
         factor = jnp.where(used, factor, 0)
-    sigma_bar = scale * jnp.sum(factor * x, axis=(-2, -1), keepdims=True) / r
+    sigma_bar = scale * (jnp.sum(factor * x, axis=(-2, -1), keepdims=True) / r) / factor_in
     factor = jnp.where(finite, factor.mT if wide else factor, jnp.nan)
     return factor, jnp.where(finite, sigma_bar, jnp.nan)[..., 0, 0]
 
@@ -347,7 +368,7 @@ def _polar_svd(x: Float[Array, "*stack m n"], rtol: Rtol) -> Float[Array, "*stac
     q, core = linalg.qr(x) if m >= 2 * n else (None, x)
     u, s, vt = linalg.svd(core)
     if rtol is not None:
-        u = u * (s > cutoff(s, x, rtol)).astype(u.dtype)[..., None, :]
+        u = u * (s > cutoff(s, rtol)).astype(u.dtype)[..., None, :]
     factor = matmul(u, vt)
     return factor if q is None else matmul(q, factor)
 
@@ -374,11 +395,36 @@ def _polar_qdwh(x: Float[Array, "*stack m n"]) -> Float[Array, "*stack m n"]:
     return jax.vmap(one)(x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
 
 
-def cutoff(s: Float[Array, "*stack r"], a: Float[Array, "*stack m n"], rtol: Rtol = "auto") -> Float[Array, "*stack 1"]:
-    """The value at or below which singular values `s` of `a` count as zero, `rtol * max(s)`; `rtol` is not None."""
-    if isinstance(rtol, str):
-        rtol = max(a.shape[-2:]) * float(jnp.finfo(a.dtype).eps)
+def cutoff(s: Float[Array, "*stack r"], rtol: Rtol) -> Float[Array, "*stack 1"]:
+    """The value at or below which singular values `s` count as zero, `rtol * max(s)`; `rtol` is a number."""
     return rtol * jnp.max(s, axis=-1, keepdims=True)
+
+
+def auto_rtol(shape: tuple[int, ...], dtype: Any) -> float:
+    """The rounding level of the singular values of matrices `[..., m, n]` stored as `dtype`, relative to the largest.
+
+    Two roundings set it. That of the decomposition grows with the size, `max(m, n) * eps` of the dtype computed in.
+    That of float16 and bfloat16 storage does not: it moves each entry by at most half a unit in the last place, evenly
+    spread, so by `eps / sqrt(12)` of itself or less in the root mean square, and the matrix by as much of its
+    Frobenius norm. Where one singular value dominates, the others are noise up to there (measured: at most 0.27 eps
+    for matrices of rank 1 from 8 x 8 to 1024 x 1024). `max(m, n) * eps` of bfloat16 would exceed 1 and cut all.
+    """
+    computed = max(shape[-2:]) * float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
+    if jnp.finfo(dtype).bits >= 32:
+        return computed
+    return max(computed, float(jnp.finfo(dtype).eps) / math.sqrt(12))
+
+
+def in_range(a: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """`(a * f, f)` with f a power of two, 1 for ordinary sizes, that makes squares, sums and reciprocals representable.
+
+    f is one number for all `axes`. In float32 it is 2^-80 above 2^40 and 2^80 below 2^-40, so nothing is rounded.
+    """
+    limit = 5 * jnp.finfo(a.dtype).maxexp // 16
+    largest = jnp.max(jnp.abs(a), axis=axes, keepdims=True)
+    factor = jnp.where(largest < 2.0**-limit, 2.0 ** (2 * limit), 1).astype(a.dtype)
+    factor = jnp.where(largest > 2.0**limit, 2.0 ** (-2 * limit), factor).astype(a.dtype)
+    return a * factor, factor
 
 
 def _computed(a: Array) -> Array:
@@ -393,7 +439,11 @@ def check_options(method: Method = "svd", rtol: Rtol = "auto", ns_steps: Steps =
         raise ValueError(f"rtol={rtol!r}: only method 'svd' can cut singular values; leave rtol='auto' with {method!r}")
     if isinstance(rtol, str) and rtol != "auto":
         raise ValueError(f"rtol must be a number >= 0, 'auto' or None, got {rtol!r}")
-    if isinstance(rtol, int | float) and not (rtol >= 0 and math.isfinite(rtol)):
+    if rtol is None or isinstance(rtol, str):
+        cut = None
+    else:
+        cut = checks.scalar("rtol", rtol, "a number >= 0, 'auto' or None")
+    if cut is not None and not (cut >= 0 and math.isfinite(cut)):
         raise ValueError(f"rtol must be finite and >= 0, got {rtol!r}")
     if method == "newton_schulz":
         try:
@@ -414,6 +464,13 @@ def check_float(leaf: Any, path: str) -> None:
         raise TypeError(f"{path!r} must be real floating point, got {type(leaf).__name__ if dtype is None else dtype}")
 
 
+def check_matrices(a: Any, path: str) -> None:
+    """Raises as `check_float`, and `ValueError` for fewer than two axes."""
+    check_float(a, path)
+    if a.ndim < 2:
+        raise ValueError(f"{path!r} must be matrices [..., m, n], got shape {a.shape}")
+
+
 def _choose_specs(tree: PyTree, paths: list[str], leaves: list[Any], specs: Specs) -> list[Any]:
     """The spec given for each leaf, `_DEFAULT` where none was."""
     if specs is None:
@@ -432,7 +489,7 @@ def _choose_specs(tree: PyTree, paths: list[str], leaves: list[Any], specs: Spec
 
 def _match_patterns(paths: list[str], specs: Mapping[str, Spec]) -> list[Any]:
     for pattern in specs:
-        if not any(re.search(pattern, path) for path in paths):
+        if not any(checks.pattern("spec pattern", pattern).search(path) for path in paths):
             raise ValueError(f"spec pattern {pattern!r} matches no leaf; paths: {', '.join(paths[:20]) or 'none'}")
     matching = (next((spec for pattern, spec in specs.items() if re.search(pattern, path)), _DEFAULT) for path in paths)
     return list(matching)

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
+from jaxlab.lowcomm import checks
+
 
 class LookaheadState(NamedTuple):
     """State of `lookahead`.
@@ -49,6 +51,7 @@ def lookahead(
 
     Raises:
       ValueError: for sync_every < 1; in `update`, for `params=None`.
+      TypeError: for an `inner` or `outer` that is no transformation, or a sync_every that is no integer.
 
     Example:
       >>> tx = lookahead(optax.sgd(0.1), optax.sgd(0.5), sync_every=2)
@@ -59,7 +62,9 @@ def lookahead(
       >>> round(float(params[0]), 3)
       -0.1
     """
-    if sync_every < 1:
+    checks.transformation("inner", inner)
+    checks.transformation("outer", outer)
+    if checks.integer("sync_every", sync_every) < 1:
         raise ValueError(f"sync_every must be >= 1, got {sync_every}")
     inner = optax.with_extra_args_support(inner)
     outer = optax.with_extra_args_support(outer)

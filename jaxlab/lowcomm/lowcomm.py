@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jaxlab.core import prng, tree
-from jaxlab.lowcomm import merging
+from jaxlab.lowcomm import checks, merging
 from jaxlab.lowcomm.compression import Compression
 from jaxlab.lowcomm.streaming import Fragments, Schedule
 
@@ -73,7 +73,7 @@ class LowComm:
         worker out of the mean, and gives it the merged parameters and a fresh inner state.
 
     Raises:
-      ValueError: for a value out of range, naming the argument.
+      ValueError, TypeError: for a value out of range or of another kind, naming the argument.
 
     Example:
       >>> algo = LowComm(optax.sgd(0.1), optax.sgd(1.0), sync_every=2)
@@ -101,6 +101,8 @@ class LowComm:
             raise TypeError(f"aggregate must be a name or a merging.Aggregator, got {self.aggregate!r}")
         if not isinstance(self.compress, Compression | None):
             raise TypeError(f"compress must be a Compression or None, got {self.compress!r}")
+        checks.transformation("inner", self.inner)
+        checks.transformation("outer", self.outer)
         schedule = self.schedule  # validates sync_every, fragments and overlap
         if schedule.period != self.sync_every:
             raise ValueError(
@@ -140,8 +142,7 @@ class LowComm:
           TypeError: for no parameters or a leaf that is not real floating point, naming its path.
         """
         check_params(params)
-        if num_workers < 1:
-            raise ValueError(f"num_workers must be >= 1, got {num_workers}")
+        checks.count("num_workers", num_workers)
         if self.fragments is not None:
             self.fragments.check(params)
         make = lambda p: self._init(p, num_workers)  # noqa: E731
@@ -207,11 +208,12 @@ class LowComm:
         Returns:
           `f(state, batch, key, weights=None) -> (state, metrics)`. Batch leaves are `[K, H, ...]`; the key is folded
           with the inner step and the worker, so pass the run's root key. `weights [K]` are normalised to sum 1 (sample
-          counts; 0 leaves a worker out; `workers.check_weights` checks them on the host, under jit all zeros merge to
-          NaN). The state must be at a round boundary. Metrics: `loss [K, H]`, `delta_sq [K]` (squared norms of the
-          pseudo-gradients) and `merged_sq` (of their aggregate), summed over the fragments that were synchronised;
-          `delta_sq` is 0 for a worker that is left out. With `nonfinite="error"` also `nonfinite_leaf [K]`, the number
-          of the parameters' leaf in which a NaN or Inf was found, or -1. Jit it with `donate_argnums=0`.
+          counts; 0 leaves a worker out; `workers.check_weights` checks them on the host, under jit all zeros or one
+          that is negative or not finite merge to NaN). The state must be at a round boundary. Metrics: `loss [K, H]`,
+          `delta_sq [K]` (squared norms of the pseudo-gradients) and `merged_sq` (of their aggregate), summed over the
+          fragments that were synchronised; `delta_sq` is 0 for a worker that is left out. With `nonfinite="error"` also
+          `nonfinite_leaf [K]`, the number of the parameters' leaf in which a NaN or Inf was found, or -1. Jit it with
+          `donate_argnums=0`.
         """
         step = self.step(loss_fn, mesh=mesh, axis=axis, param_specs=param_specs)
         inner = self._inner(loss_fn, mesh, axis)
@@ -279,17 +281,22 @@ class LowComm:
     def bytes_per_round(self, params: PyTree, num_workers: int) -> dict[str, int]:
         """Bytes that H inner steps put on the network for each worker.
 
-        `payload` is what a worker contributes (for the mean: parameters times 4 bytes). `ring` is what it sends when
-        the collective runs on a ring: `2 (K-1)/K payload` for an all-reduce; `(K-1) payload` for the all-gather that
-        compression and the merging methods which compare the workers need.
+        `payload` is what a worker contributes: for the mean, parameters times 4 bytes, as sums over workers of float16
+        and bfloat16 parameters run in float32; what is gathered travels in the parameters' dtype. `ring` is what it
+        sends when the collective runs on a ring: `2 (K-1)/K payload` for an all-reduce; `(K-1) payload` for the
+        all-gather that compression and the merging methods which compare the workers need.
         """
+        checks.count("num_workers", num_workers)
         if self.compress is not None:  # a fragment's part of a stacked leaf is cut into blocks of its own
             sent = jax.tree.leaves(jax.eval_shape(self._parts, params))
             payload = sum(self.compress.nbytes(tree.size(leaf)) for leaf in sent)
-        else:
+        elif self.aggregate.needs_all:
             payload = tree.nbytes(params)
+        else:
+            widths = [jnp.promote_types(leaf.dtype, jnp.float32).itemsize for leaf in jax.tree.leaves(params)]
+            sizes = [tree.size(leaf) for leaf in jax.tree.leaves(params)]
+            payload = self.aggregate.sums * sum(n * width for n, width in zip(sizes, widths, strict=True))
         if self.compress is None and not self.aggregate.needs_all:
-            payload *= self.aggregate.sums
             ring = 2 * (num_workers - 1) * payload // num_workers
         else:
             ring = (num_workers - 1) * payload
@@ -352,6 +359,8 @@ class LowComm:
         bad = nonfinite_leaf(deltas)
         if self.nonfinite == "drop":
             weights = jnp.where(bad >= 0, 0.0, jnp.ones(workers) if weights is None else weights)
+            if not isinstance(weights, jax.core.Tracer) and not jnp.any(weights > 0):
+                raise ValueError(f"nonfinite='drop' has no worker left to merge: {int(jnp.sum(bad >= 0))} diverged")
         # What an absent worker holds, a NaN perhaps, is nobody's business.
         present = jnp.ones(workers, bool) if weights is None else weights > 0
         metrics = {"delta_sq": jnp.where(present, _square_norms(deltas), 0.0)}
@@ -491,8 +500,13 @@ def _gathered(values: PyTree, mesh: Mesh | None, axis: str) -> PyTree:
     """
     if mesh is None:
         return values
-    values = jax.lax.with_sharding_constraint(values, NamedSharding(mesh, PartitionSpec(axis)))
-    return jax.lax.with_sharding_constraint(values, NamedSharding(mesh, PartitionSpec()))
+    # bfloat16 travels as bits: XLA's CPU backend would widen it to float32 first.
+    narrow = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x  # noqa: E731
+    sent = jax.tree.map(narrow, values)
+    sent = jax.lax.with_sharding_constraint(sent, NamedSharding(mesh, PartitionSpec(axis)))
+    sent = jax.lax.with_sharding_constraint(sent, NamedSharding(mesh, PartitionSpec()))
+    widen = lambda x, like: x if x.dtype == like.dtype else jax.lax.bitcast_convert_type(x, like.dtype)  # noqa: E731
+    return jax.tree.map(widen, sent, values)
 
 
 def _column(mask: Array, like: Array) -> Array:

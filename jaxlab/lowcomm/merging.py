@@ -7,8 +7,8 @@ key)`.
 
 `weights` `[K]` are always divided by their sum, so only their ratios matter: merging one worker with weight 0.1 returns
 that worker's delta, not a tenth of it. Multiply the result (or use `scale`) for a shorter step. A worker of weight 0 is
-absent: it takes part in nothing, and may hold NaN. Weights that are all zero are an error where they are concrete and
-give NaN under a trace.
+absent: it takes part in nothing, and may hold NaN. Weights that are all zero, and a weight that is negative, infinite
+or NaN, are an error where they are concrete and give NaN in all entries under a trace.
 
     mean             sum_k w_k D_k
     task_arithmetic  scale * K * sum_k w_k D_k                       (scale * sum_k D_k for equal weights)
@@ -31,6 +31,7 @@ Horoi et al., arXiv 2607.03011, whose variants these are.
 import dataclasses
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -48,10 +49,12 @@ from jaxlab.lowcomm.isotropize import (
     Rtol,
     Specs,
     Steps,
+    auto_rtol,
     check_float,
     check_options,
     cutoff,
     from_matrices,
+    in_range,
     iso,
     isotropize_tree,
     matmul,
@@ -237,9 +240,9 @@ def iso_c(
     """
     check_options(method, rtol, ns_steps)
     workers = _Workers.of(deltas, weights)
-    # In float32 to the end: a mean rounded to bfloat16 first would no longer have its null space.
+    # In float32 to the end: a mean rounded to bfloat16 would lose more of its null space than its deltas have.
     merged = jax.tree.map(lambda d: workers.mean(workers.select(d)), deltas)
-    merged = isotropize_tree(merged, specs, mask=mask, method=method, rtol=rtol, ns_steps=ns_steps)
+    merged = isotropize_tree(merged, specs, mask=mask, method=method, rtol=rtol, ns_steps=ns_steps, stored=deltas)
     return jax.tree.map(lambda m, d: workers.finish(scale * m, d), merged, deltas)
 
 
@@ -272,22 +275,22 @@ def iso_cts(
     _check_option("common", common)
     workers = _Workers.of(deltas, weights)
 
-    def merge(d: Float[Array, "B K m n"]) -> Float[Array, "B m n"]:
+    def merge(d: Float[Array, "B K m n"], dtype: Any) -> Float[Array, "B m n"]:
         d = d * workers.column(d[0])
         whole = jnp.sum(d, axis=1)
         r = min(whole.shape[-2:])
         t = round((r - int(common * r)) / workers.k)
         t -= t * workers.k > r  # rounding up may ask for more directions than there are
         if t == 0:
-            return iso(whole)
+            return iso(whole, rtol=auto_rtol(whole.shape, dtype))
         c = r - t * workers.k
-        u, s, vt = _thin_svd(whole, c)
+        u, s, vt = _thin_svd(whole, c, dtype)
         rest = d - matmul(u, matmul(u.mT, d.swapaxes(0, 1))).swapaxes(0, 1)
-        u_own, s_own, vt_own = _thin_svd(rest, t, jnp.linalg.norm(d, axis=(-2, -1), keepdims=True)[..., 0])
+        u_own, s_own, vt_own = _thin_svd(rest, t, dtype, jnp.linalg.norm(d, axis=(-2, -1), keepdims=True)[..., 0])
         u = jnp.concatenate([_join(u_own.mT).mT, u], axis=-1)
         vt = jnp.concatenate([_join(vt_own), vt], axis=-2)
         sigma_bar = (jnp.sum(s_own, axis=(1, 2)) + jnp.sum(s, axis=1)) / (c + t * workers.count)
-        return sigma_bar[:, None, None] * matmul(polar(u), polar(vt))
+        return sigma_bar[:, None, None] * matmul(_polar(u, dtype), _polar(vt, dtype))
 
     return _by_matrix(merge, deltas, workers, specs, mask)
 
@@ -315,12 +318,12 @@ def tsv_m(deltas: PyTree, *, specs: Specs = None, mask: Mask = None, weights: We
     """
     workers = _Workers.of(deltas, weights)
 
-    def merge(d: Float[Array, "B K m n"]) -> Float[Array, "B m n"]:
+    def merge(d: Float[Array, "B K m n"], dtype: Any) -> Float[Array, "B m n"]:
         if workers.k == 1:
             return workers.mean(d.swapaxes(0, 1))
-        u, s, vt = _thin_svd(d, max(1, min(d.shape[-2:]) // workers.k))
+        u, s, vt = _thin_svd(d, max(1, min(d.shape[-2:]) // workers.k), dtype)
         s = (s * workers.count * workers.column(s[0])).reshape(s.shape[0], 1, -1)
-        u, vt = polar(_join(u.mT).mT), polar(_join(vt))
+        u, vt = _polar(_join(u.mT).mT, dtype), _polar(_join(vt), dtype)
         return matmul(u * s, vt)
 
     return _by_matrix(merge, deltas, workers, specs, mask)
@@ -408,8 +411,12 @@ class _Workers(NamedTuple):
             values = np.asarray(weights, np.float64)
             if not (np.all(np.isfinite(values)) and np.all(values >= 0) and np.any(values > 0)):
                 raise ValueError(f"weights must be finite, >= 0 and not all 0, got {values.tolist()}")
-        w = jnp.asarray(weights, float)
-        return cls(k, w / jnp.sum(w))
+            # Here and not in float32, where a sum of weights may overflow and a small weight vanish.
+            values = values / np.max(values)
+            return cls(k, jnp.asarray(values / np.sum(values), float))
+        w, _ = in_range(jnp.asarray(weights, float), (0,))
+        valid = jnp.all(jnp.isfinite(w) & (w >= 0))
+        return cls(k, jnp.where(valid, w / jnp.sum(w), jnp.nan))
 
     @property
     def count(self) -> int | Array:
@@ -432,14 +439,16 @@ class _Workers(NamedTuple):
         return jnp.mean(d, axis=0) if self.weights is None else jnp.sum(self.column(d) * d, axis=0)
 
     def finish(self, merged: Float[Array, "..."], leaf: Float[Leaf, "K ..."]) -> Float[Array, "..."]:
-        """The merged leaf in the dtype it came in; NaN where traced weights turn out to be all zero."""
+        """The merged leaf in the dtype it came in; NaN where traced weights turn out to be invalid."""
         if self.weights is not None:
             # Explicit: in products with masks XLA may replace 0 * NaN by 0.
             merged = jnp.where(jnp.isnan(self.weights[0]), jnp.nan, merged)
         return merged.astype(leaf.dtype)
 
 
-def _by_matrix(merge: Callable[[Array], Array], deltas: PyTree, workers: _Workers, specs: Specs, mask: Mask) -> PyTree:
+def _by_matrix(
+    merge: Callable[[Array, Any], Array], deltas: PyTree, workers: _Workers, specs: Specs, mask: Mask
+) -> PyTree:
     """Merges the matrices of each leaf, `[B, K, m, n] -> [B, m, n]`, and averages leaves that are none."""
     leaves, treedef = jax.tree.flatten(deltas)
     one = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves])
@@ -452,21 +461,27 @@ def _by_matrix(merge: Callable[[Array], Array], deltas: PyTree, workers: _Worker
         stack = jax.vmap(lambda x: to_matrices(x, layout), out_axes=1)(d)
         # As in `isotropize`: rows and columns that no worker touched stay exactly zero.
         used = jnp.any(stack != 0, axis=(1, 3))[:, :, None] & jnp.any(stack != 0, axis=(1, 2))[:, None, :]
-        merged = jnp.where(used, merge(stack), 0)
+        stack, factor = in_range(stack, (1, 2, 3))  # the rules are homogeneous; norms square the entries
+        merged = jnp.where(used, merge(stack, leaf.dtype) / factor[:, 0], 0)
         return workers.finish(from_matrices(merged, layout, d.shape[1:]), leaf)
 
     return treedef.unflatten([leaf_merge(*pair) for pair in zip(leaves, layouts, strict=True)])
 
 
 def _thin_svd(
-    a: Float[Array, "*stack m n"], count: int, size: Float[Array, "*stack 1"] | None = None
+    a: Float[Array, "*stack m n"], count: int, dtype: Any, size: Float[Array, "*stack 1"] | None = None
 ) -> tuple[Array, Array, Array]:
-    """The leading `count` singular triples, vectors at rounding level (of `size`, if given) set to zero."""
+    """The leading `count` singular triples, vectors at `dtype`'s rounding level (of `size`, if given) set to zero."""
     finite = jnp.all(jnp.isfinite(a), axis=(-2, -1), keepdims=True)
     u, s, vt = linalg.svd(jnp.where(finite, a, 0))
-    keep = (s > cutoff(s if size is None else size, a)).astype(a.dtype)
+    keep = (s > cutoff(s if size is None else size, auto_rtol(a.shape, dtype))).astype(a.dtype)
     u, s, vt = u * keep[..., None, :], jnp.where(finite[..., 0], s, jnp.nan), vt * keep[..., :, None]
     return u[..., :count], s[..., :count], vt[..., :count, :]
+
+
+def _polar(x: Float[Array, "*stack m n"], dtype: Any) -> Float[Array, "*stack m n"]:
+    """The polar factor of vectors that were computed from numbers stored as `dtype`."""
+    return polar(x, rtol=auto_rtol(x.shape, dtype))
 
 
 def _join(x: Float[Array, "B K t n"]) -> Float[Array, "B Kt n"]:
@@ -484,5 +499,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 def _check_option(name: str, value: Any) -> None:
     """These options set shapes and counts, so they are Python values, known before anything is traced."""
     valid, text = _RANGES.get(name, (lambda _: True, ""))
+    if name in ("density", "drop", "common") and not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number {text}, got {value!r}")
     if not valid(value):
         raise ValueError(f"{name} must be {text}, got {value!r}")

@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from jaxlab.core import tree
+from jaxlab.lowcomm import checks
 
 PATTERNS = ("strided", "sequential")
 
@@ -41,6 +42,7 @@ class Schedule:
       overlap: V, inner steps between a fragment's synchronisation and its application.
 
     Raises:
+      TypeError: for a value that is not an integer.
       ValueError: for H < 1, P < 1, H < P, V < 0, or V >= dh (a fragment would be applied after the next one was sent).
 
     Example:
@@ -53,6 +55,8 @@ class Schedule:
     overlap: int = 0
 
     def __post_init__(self):
+        for name in ("sync_every", "fragments", "overlap"):
+            checks.integer(name, getattr(self, name))
         if self.sync_every < 1:
             raise ValueError(f"sync_every must be >= 1 inner step, got {self.sync_every}")
         if self.fragments < 1:
@@ -139,16 +143,19 @@ class Fragments:
         """
         if pattern not in PATTERNS:
             raise ValueError(f"pattern must be one of {PATTERNS}, got {pattern!r}")
-        if n < 1:
+        if checks.integer("n", n) < 1:
             raise ValueError(f"n must be >= 1, got {n}")
+        checks.pattern("layers", layers)
+        # Named: `layers` may have groups of its own.
+        before_layer = re.compile(layers if stacked else layers + r"(?P<layer_index>\d+)(?:/|$)")
         if n == 1:
             return Fragments.whole(params)
         found: dict[str, Any] = {}
         for path, leaf in zip(tree.leaf_paths(params), jax.tree.leaves(params), strict=True):
-            match = re.search(layers if stacked else layers + r"(\d+)(?:/|$)", path)
+            match = before_layer.search(path)
             if match is not None and stacked and not leaf.ndim:
                 raise ValueError(f"layers={layers!r} matches {path!r}, which has no leading axis of layers")
-            found[path] = None if match is None else (leaf.shape[0] if stacked else int(match.group(1)))
+            found[path] = None if match is None else (leaf.shape[0] if stacked else int(match["layer_index"]))
         in_layers = [v for v in found.values() if v is not None]
         if not in_layers:
             raise ValueError(f"layers={layers!r} matches no leaf; paths are {list(found)[:8]}")
@@ -186,7 +193,7 @@ class Fragments:
         paths = tree.leaf_paths(params)
         for group in groups:
             for pattern in group:
-                if not any(re.search(pattern, path) for path in paths):
+                if not any(checks.pattern("fragment pattern", pattern).search(path) for path in paths):
                     raise ValueError(f"fragment pattern {pattern!r} matches no leaf; paths are {paths[:8]}")
         pieces = tuple(
             tuple(Piece(path) for path in paths if any(re.search(pattern, path) for pattern in group))

@@ -69,6 +69,7 @@ FUNCTIONS = {
     "vmap": jax.vmap(linalg.svd),
     "vmap of vmap": lambda a: jax.vmap(jax.vmap(linalg.svd))(a.reshape(2, 3, 5, 3)),
     "scan": lambda a: jax.lax.scan(lambda c, x: (c, linalg.svd(x)), 0, a.reshape(2, 3, 5, 3)),
+    "gradient": jax.grad(lambda a: linalg.svd(a)[0][..., 0, 0].sum() + linalg.qr(a)[1][..., 0, 0].sum()),
     "isotropize": lambda a: lowcomm.polar(a),
     "merging": lambda a: lowcomm.merging.get("tsv_m")({"w": a}),
 }
@@ -88,6 +89,22 @@ def test_other_backends_get_one_batched_call():
     """The branch for accelerators is in the program before it is lowered, and holds the whole stack."""
     text = str(jax.make_jaxpr(linalg.svd)(STACK))
     assert re.search(r"f32\[6,5,3\].* = svd\[", text)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (2, 4, 3)], ids=str)
+def test_both_modes_of_differentiation(shape):
+    """Against finite differences, of what does not depend on the signs of the factors."""
+    a, direction = draw(shape), draw((*shape, 2))[..., 0]
+
+    def f(x):
+        u, s, vt = linalg.svd(x)
+        r = linalg.qr(x)[1]
+        return jnp.sum((u * jnp.sin(s)[..., None, :]) @ vt) + linalg.singular_values(x).sum() + jnp.sum(jnp.abs(r))
+
+    slope = (jax.jit(f)(a + 1e-3 * direction) - jax.jit(f)(a - 1e-3 * direction)) / 2e-3
+    _, forward = jax.jit(lambda x, t: jax.jvp(f, (x,), (t,)))(a, direction)
+    reverse = jnp.vdot(jax.jit(jax.grad(f))(a), direction)
+    np.testing.assert_allclose([forward, reverse], slope, rtol=2e-2, atol=2e-2)
 
 
 def test_many_shapes_on_eight_devices_at_once():

@@ -89,3 +89,11 @@ def assert_same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for path, x, y in zip(tree.leaf_paths(a), jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=path)
+
+
+def post_init(cls, **fields):
+    """The checks of a dataclass alone: in the tests, type checks of its arguments come before them."""
+    made = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    made.__post_init__()

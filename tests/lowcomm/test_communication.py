@@ -118,6 +118,29 @@ def test_merging_by_sums_needs_no_gather(name):
     assert sum(c.nbytes for c in found) == payload == small.NBYTES * (3 if name == "ties" else 1)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["mean", "ties", "iso_c", "tsv_m"])
+def test_half_precision_parameters(name, dtype):
+    """Sums over workers run, and travel, in float32; what is gathered travels as it is."""
+    params = jax.tree.map(lambda p: p.astype(dtype), small.params())
+    algo = lowcomm.LowComm(optax.sgd(0.1), lowcomm.local_sgd(), H, name)
+    batch = jax.tree.map(lambda x: jnp.asarray(x, dtype), small.batch(0, steps=H))
+    *_, program = compiled(algo, params=params, batch=batch)
+    found = collectives(program.as_text())
+    payload = algo.bytes_per_round(params, K)["payload"]
+    gathers = name == "tsv_m"
+    assert payload == small.NBYTES * {"ties": 3, "tsv_m": 0.5}.get(name, 1)
+    assert sum(c.nbytes for c in found) == payload * (K if gathers else 1)
+    assert {c.kind for c in found} == {"all-gather" if gathers else "all-reduce"}
+
+
+@pytest.mark.parametrize("algo", [lowcomm.LowComm(adamw(), lowcomm.local_sgd(), H), lowcomm.DataParallel(adamw())])
+def test_bytes_of_no_workers(algo):
+    more = () if isinstance(algo, lowcomm.LowComm) else (H,)
+    with pytest.raises(ValueError, match="num_workers must be >= 1, got 0"):
+        algo.bytes_per_round(small.params(), 0, *more)
+
+
 @pytest.mark.parametrize("name", ["tsv_m", "iso_cts"])
 def test_merging_that_compares_workers_gathers_their_deltas(name):
     algo = lowcomm.LowComm(adamw(), lowcomm.local_sgd(), H, name)
@@ -226,6 +249,19 @@ def test_memory_is_k_workers_and_one_outer_state(unit):
             ("all-reduce", 8 + 8 + 4 + 4 + 4 + 12, ("f32", "s32")),
         ),
         ("%s = (bf16[4]{0}, bf16[16]{0}) all-gather-start(bf16[4]{0} %x), dim=0", ("all-gather", 32, ("bf16",))),
+        (
+            "%s = (f32[2]{0}, bf16[3]{0}, f32[4]{0}, bf16[6]{0}) all-gather-start(%a, %b), dimensions={0}",
+            ("all-gather", 16 + 12, ("f32", "bf16")),
+        ),
+        (
+            "%s = ((f32[2]{0}, f32[3]{0}), (f32[4]{0}, f32[6]{0})) all-gather-start(%a, %b), dimensions={0}",
+            ("all-gather", 16 + 24, ("f32",)),
+        ),
+        ("%s = f32[1000]{0} all-reduce-start(%a), to_apply=%add", ("all-reduce", 4000, ("f32",))),
+        ("%ar = (f32[1000]{0}, f32[3000]{0}) all-reduce-start(%a, %b)", ("all-reduce", 16000, ("f32",))),
+        ("%p = (f32[128], f32[128], u32[], u32[]) collective-permute-start(%a)", ("collective-permute", 512, ("f32",))),
+        ("%p = (u32[], u32[], u32[], u32[]) collective-permute-start(%a)", ("collective-permute", 4, ("u32",))),
+        ("%p = (f32[128], f32[128]) collective-permute-start(%a)", ("collective-permute", 512, ("f32",))),
         ("%s = u8[3,5]{1,0} all-gather(u8[1,5]{1,0} %x)", ("all-gather", 15, ("u8",))),
         ("%s = f8e4m3fn[8]{0} reduce-scatter(f8e4m3fn[32]{0} %x)", ("reduce-scatter", 8, ("f8e4m3fn",))),
         ("%s = pred[8]{0} collective-permute(pred[8]{0} %x)", ("collective-permute", 8, ("pred",))),

@@ -10,7 +10,17 @@ import pytest
 
 from jaxlab.core.mesh import make_mesh
 from jaxlab.lowcomm import DataParallel, LowComm, local_sgd
-from tests.lowcomm.problems import adamw, assert_close, assert_same, compiled, loss_fn, make_batches, make_params, run
+from tests.lowcomm.problems import (
+    adamw,
+    assert_close,
+    assert_same,
+    compiled,
+    loss_fn,
+    make_batches,
+    make_params,
+    post_init,
+    run,
+)
 
 K, STEPS = 3, 4
 PARAMS = make_params()
@@ -80,6 +90,10 @@ def test_bad_input():
     algo = DataParallel(optax.sgd(0.1))
     with pytest.raises(TypeError, match="params must be a pytree with at least one array, got None"):
         algo.init(None)
+    with pytest.raises(ValueError, match="num_workers must be >= 1, got 0"):
+        algo.init(PARAMS, 0)
+    with pytest.raises(TypeError, match=r"inner must be an optax\.GradientTransformation, got None"):
+        post_init(DataParallel, inner=None)
     with pytest.raises(TypeError, match="'n' must be real floating point, got int32"):
         algo.init({"n": jnp.zeros(2, jnp.int32)})
     with pytest.raises(ValueError, match="axis 'site' is not in the mesh"):

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxlab.lowcomm import diloco, local_sgd
+from jaxlab.lowcomm import diloco, isoloco, local_sgd
 from jaxlab.lowcomm.diloco import check_outer
 from tests.reference.lowcomm_np import OuterStep
 
@@ -73,6 +73,30 @@ def test_bad_learning_rates(make, eta):
 def test_bad_momentum(mu):
     with pytest.raises(ValueError, match=rf"momentum must be in \[0, 1\), got {mu}"):
         diloco(0.7, mu)
+
+
+@pytest.mark.parametrize("array", [jnp.array, np.array, np.float32])
+def test_concrete_arrays_are_checked_like_numbers(array):
+    for bad in (lambda: diloco(array(-1.0)), lambda: local_sgd(array(np.inf)), lambda: isoloco(array(-1.0))):
+        with pytest.raises(ValueError, match="learning_rate must be finite and > 0"):
+            bad()
+    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\), got 2"):
+        diloco(0.7, array(2.0))
+    with pytest.raises(ValueError, match="rtol must be finite and >= 0"):
+        isoloco(rtol=array(-1.0))
+    diloco(array(0.7), array(0.9))
+
+
+@pytest.mark.parametrize("value", ["0.7", None, 1j, True, [0.7, 0.7]])
+def test_what_is_no_real_scalar(value):
+    for name, options in (("learning_rate", (value, 0.9)), ("momentum", (0.7, value))):
+        with pytest.raises(TypeError, match=f"{name} must be a real number, a scalar array or a schedule"):
+            check_outer(*options, False)
+
+
+def test_a_warm_up_from_zero_may_be_injected():
+    outer = optax.inject_hyperparams(diloco)(learning_rate=optax.linear_schedule(0.0, 0.7, 4))
+    assert not np.any(outer.update(DELTAS[0], outer.init(DELTAS[0]))[0]["w"])
 
 
 def test_nesterov_needs_momentum():

@@ -1,5 +1,7 @@
 """Iso(A) and its polar routines: vectors, invariances, rank, matrix specs, and use inside optax."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 from jaxlab.lowcomm.isotropize import (
     METHODS,
     MatrixSpec,
+    auto_rtol,
+    check_matrices,
     isotropize,
     isotropize_tree,
     matrix_diagnostics,
@@ -19,6 +23,7 @@ from jaxlab.lowcomm.isotropize import (
     resolve_specs,
 )
 from jaxlab.lowcomm.isotropize import iso as iso_eager
+from tests.lowcomm.problems import post_init
 from tests.reference import merging_np
 
 # Jitted, for one compilation a shape: run op by op, every shape compiles twenty programs.
@@ -338,6 +343,17 @@ def test_bad_options(options, error, message):
         isotropize(**options)
 
 
+def test_what_is_no_matrix_no_axes_and_no_pattern():
+    with pytest.raises(ValueError, match=r"'a' must be matrices \[..., m, n\], got shape \(3,\)"):
+        check_matrices(jnp.ones(3), "a")
+    with pytest.raises(TypeError, match=r"rows must be a tuple of axes such as \(0,\), got 0"):
+        post_init(MatrixSpec, rows=0, cols=1)
+    with pytest.raises(TypeError, match="an axis in cols must be an integer, got 'x'"):
+        post_init(MatrixSpec, rows=(0,), cols=("x",))
+    with pytest.raises(ValueError, match=r"spec pattern must be a regular expression, got '\(w'"):
+        resolve_specs({"w": jnp.ones((2, 3))}, {"(w": None})
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_is_computed_in_float32(dtype):
     a = jnp.asarray(matrix(np.random.default_rng(6), 6, 9, condition=50.0), dtype)
@@ -346,6 +362,58 @@ def test_half_precision_is_computed_in_float32(dtype):
     expected = jnp.asarray(merging_np.iso(np.asarray(a, np.float32)), jnp.float32).astype(dtype)
     ulp = float(jnp.finfo(dtype).eps) * float(jnp.abs(expected).max())
     np.testing.assert_allclose(np.float32(out), np.float32(expected), rtol=0, atol=ulp)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [(8, 8), (4, 64), (256, 256)])
+def test_the_rounding_of_half_precision_is_no_direction(dtype, shape):
+    """A matrix of rank 1 rounded to half precision has full rank, but Iso keeps rank 1; the diagnostics agree."""
+    rows, cols = (np.linspace(0.13, 1.0, n) for n in shape)
+    a = jnp.asarray(np.outer(rows, cols * 2.8), dtype)
+    out = np.linalg.svd(np.float32(iso(a)), compute_uv=False)
+    assert out[1] < 0.01 * out[0]
+    whole = np.linalg.norm(out) / np.linalg.norm(np.float32(a))
+    np.testing.assert_allclose(matrix_diagnostics({"w": a})["w"].norm_ratio, whole, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [(64, 64), (256, 64)])
+def test_half_precision_keeps_well_conditioned_matrices_whole(dtype, shape):
+    a = jnp.asarray(matrix(np.random.default_rng(0), *shape), dtype)
+    out = np.linalg.svd(np.float32(polar(a)), compute_uv=False)
+    assert out.min() > 0.9
+
+
+def test_automatic_cut_by_dtype():
+    """float32 and float64: max(m, n) eps. Half precision: storage, or the decomposition where that is coarser."""
+    eps = {name: float(jnp.finfo(name).eps) for name in ("float64", "float32", "bfloat16", "float16")}
+    assert auto_rtol((3, 1024, 8), jnp.float32) == 1024 * eps["float32"]
+    assert auto_rtol((8, 9), jnp.dtype("float64")) == 9 * eps["float64"]
+    assert auto_rtol((1024, 1024), jnp.bfloat16) == eps["bfloat16"] / math.sqrt(12)
+    assert auto_rtol((2**16, 8), jnp.float16) == 2**16 * eps["float32"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", [2.4e38, 1e30, 1e-30])
+def test_sizes_at_the_ends_of_the_range(method, scale):
+    a = np.float32(A22 / 4 * scale)
+    np.testing.assert_allclose(np.asarray(iso(a, method)) / scale, ISO22 / 4, rtol=1e-4)
+    np.testing.assert_allclose(polar(jnp.asarray(a)), merging_np.polar(A22), atol=1e-5)
+    stats = matrix_diagnostics({"w": jnp.eye(2) * scale})["w"]
+    np.testing.assert_allclose([stats.sigma_bar / scale, stats.norm_ratio], 1, rtol=1e-5)
+
+
+def test_gradients():
+    """Of the nuclear norm it is the polar factor; of the polar factor, a finite difference."""
+    rng = np.random.default_rng(8)
+    for shape in ((4, 4), (7, 3), (2, 3, 5)):
+        a, direction = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+        grad = jax.jit(jax.grad(lambda x: jnp.sum(nuclear_norm(x))))(a)
+        np.testing.assert_allclose(grad, polar(a), atol=2e-5)
+        f = jax.jit(lambda x, w=direction: jnp.sum(polar(x) * w))
+        step = 1e-2 * direction
+        slope = (f(a + step) - f(a - step)) / 2e-2
+        np.testing.assert_allclose(jnp.vdot(jax.jit(jax.grad(f))(a), direction), slope, rtol=0.02, atol=0.02)
 
 
 def test_diagnostics():

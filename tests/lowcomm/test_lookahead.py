@@ -1,5 +1,7 @@
 """`lookahead` is `LowComm` with one worker, as an optax optimizer that composes with the others."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +85,20 @@ def test_donated_parameters_leave_the_anchor_alone():
     state = tx.init(params)
     jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(params)
     np.testing.assert_array_equal(state.anchor["w"], np.ones(3))
+
+
+def test_arguments_of_the_wrong_kind():
+    """Without the type checks of the tests, which come first for the transformations and the number of steps."""
+    make = inspect.unwrap(lookahead)
+    for options, message in (
+        ((optax.sgd(0.1), optax.sgd(0.5), 2.5), "sync_every must be an integer, got 2.5"),
+        ((optax.sgd(0.1), optax.sgd(0.5), True), "sync_every must be an integer, got True"),
+        ((None, optax.sgd(0.5), 2), "inner must be an optax.GradientTransformation, got None"),
+        ((optax.sgd(0.1), optax.sgd, 2), "outer must be an optax.GradientTransformation, got <function sgd"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make(*options)
+    lookahead(optax.sgd(0.1), optax.sgd(0.5), 2)
 
 
 def test_errors():

@@ -1,5 +1,6 @@
 """The round against a NumPy re-implementation, its exact special cases, its guarantees, and its errors."""
 
+import dataclasses
 import re
 import warnings
 
@@ -21,6 +22,7 @@ from tests.lowcomm.problems import (
     loss_fn,
     make_batches,
     make_params,
+    post_init,
     run,
     worker,
 )
@@ -216,7 +218,7 @@ def test_order_of_workers_does_not_matter(outer):
     order = np.array([2, 0, 1])
     permuted, _ = run(algo, algo.init(PARAMS, K), {n: leaf[order] for n, leaf in BATCHES.items()},
                       weights=weights[order])  # fmt: skip
-    assert_close(state.params, permuted.params, tol=1e-6)
+    assert_close(state.params, permuted.params, tol=5e-6)  # isotropisation magnifies the rounding of the mean
 
 
 def linear(params, batch, key):
@@ -357,6 +359,16 @@ def test_low_precision_parameters_keep_their_dtype():
 def test_bad_options(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         LowComm(SGD, local_sgd(), **{"sync_every": H, **options})
+
+
+@pytest.mark.parametrize("name", ["inner", "outer"])
+@pytest.mark.parametrize("value", [None, optax.sgd])
+def test_optimizers_are_transformations(name, value):
+    options = {field.name: field.default for field in dataclasses.fields(LowComm)}
+    options |= {"inner": SGD, "outer": local_sgd(), "sync_every": H}
+    post_init(LowComm, **options)
+    with pytest.raises(TypeError, match=f"{name} must be an optax.GradientTransformation, got {value!r}"):
+        post_init(LowComm, **(options | {name: value}))
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,40 @@ def test_all_weights_zero(name):
 
 
 @pytest.mark.parametrize("name", [*DETERMINISTIC, "dare"])
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_traced_weights_that_are_none_give_nan(name, bad):
+    assert np.all(np.isnan(compiled(name)({"w": stacked(12, 3)}, jnp.array([2.0, bad, 1.0]), KEY)["w"]))
+
+
+@pytest.mark.parametrize("name", ["mean", "ties"])
+@pytest.mark.parametrize("size", [3e38, 1e300, 1.7e308, 1e-60])
+def test_weights_of_any_size(name, size):
+    d = {"w": jnp.array([[1.0], [3.0]])}
+    np.testing.assert_allclose(merging.get(name)(d, [size, size])["w"], 2.0, rtol=1e-6)
+    np.testing.assert_allclose(merging.get(name)(d, np.array([size, size / 3]))["w"], 1.5, rtol=1e-6)
+    if size == 3e38:
+        np.testing.assert_allclose(compiled(name)(d, jnp.array([size, size]), None)["w"], 2.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "options"), [("iso_cts", {"common": 0.0}), ("tsv_m", {}), ("iso_c", {})])
+@pytest.mark.parametrize("scale", [2.0**100, 2.0**-100])
+def test_deltas_at_the_ends_of_the_range(name, options, scale):
+    d = np.arange(1, 9, dtype=np.float32).reshape(2, 2, 2)
+    run = compiled(name, **options)
+    wanted = np.asarray(run({"w": d}, None, None)["w"])
+    close(np.asarray(run({"w": d * np.float32(scale)}, None, None)["w"]) / scale, wanted)
+
+
+@pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsv_m"])
+def test_the_rounding_of_bfloat16_deltas_is_no_direction(name):
+    """All workers agree on a matrix of rank 1, up to the rounding of what they send."""
+    a = np.outer(np.linspace(0.13, 1, 8), np.linspace(0.37, 3, 9))
+    d = jnp.asarray(np.stack([a, 1.1 * a]), jnp.bfloat16)
+    s = np.linalg.svd(np.float32(compiled(name)({"w": d}, None, None)["w"]), compute_uv=False)
+    assert s[1] < 0.02 * s[0]
+
+
+@pytest.mark.parametrize("name", [*DETERMINISTIC, "dare"])
 def test_a_nan_in_a_present_worker_is_not_lost(name):
     d = stacked(13, 3)
     d[1, 2, 3] = np.nan
@@ -350,6 +384,13 @@ def test_bad_weights(weights):
 def test_names_and_options_are_checked_before_any_work(name, options, message):
     with pytest.raises(ValueError, match=message):
         merging.get(name, **options)
+
+
+@pytest.mark.parametrize(("name", "option"), [("ties", "density"), ("dare", "drop"), ("iso_cts", "common")])
+@pytest.mark.parametrize("value", [None, "0.5"])
+def test_fractions_are_numbers(name, option, value):
+    with pytest.raises(TypeError, match=f"{option} must be a number in .*, got {value!r}"):
+        merging.get(name, **{option: value})
 
 
 def test_options_are_checked_in_the_functions_too():

@@ -11,7 +11,17 @@ import pytest
 from jaxlab.core import tree
 from jaxlab.lowcomm import Compression, Fragments, LowComm, Schedule, diloco, isoloco, local_sgd, resolve_specs
 from jaxlab.lowcomm.streaming import Piece
-from tests.lowcomm.problems import adamw, assert_close, assert_same, flat, make_batches, make_params, run, worker
+from tests.lowcomm.problems import (
+    adamw,
+    assert_close,
+    assert_same,
+    flat,
+    make_batches,
+    make_params,
+    post_init,
+    run,
+    worker,
+)
 from tests.reference import lowcomm_np as ref
 
 K, H = 2, 6
@@ -222,6 +232,37 @@ def test_stacked_layers_with_isotropisation_equal_numpy():
                       outer=lambda: Layers(1.2, 0.6, True, True))  # fmt: skip
     state, _ = run(algo, algo.init(STACKED, K), BATCHES)
     assert_close(state.params, expected["params"])
+
+
+@pytest.mark.parametrize("layers", [r"(layers|blocks)/", r"^(?:layers|(blocks))/", "layers/"])
+def test_layers_with_groups_of_their_own(layers):
+    params = {"embed": jnp.zeros(2), "layers": {str(i): {"w": jnp.zeros((2, 2))} for i in range(2)}}
+    pieces = Fragments.by_layer(params, 3, layers=layers).pieces
+    assert [[piece.path for piece in group] for group in pieces] == [["embed"], ["layers/0/w"], ["layers/1/w"]]
+
+
+def test_patterns_that_are_no_regular_expressions():
+    params = {"embed": jnp.zeros(2), "layers": {"0": jnp.zeros((2, 2))}}
+    with pytest.raises(ValueError, match=r"layers must be a regular expression, got '\(layers/'"):
+        Fragments.by_layer(params, 2, layers="(layers/")
+    with pytest.raises(ValueError, match=r"fragment pattern must be a regular expression, got '\['"):
+        Fragments.by_patterns(params, [["embed"], ["["]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_every": 2.0}, "sync_every must be an integer, got 2.0"),
+        ({"sync_every": True}, "sync_every must be an integer, got True"),
+        ({"fragments": "2"}, "fragments must be an integer, got '2'"),
+        ({"overlap": 1.5}, "overlap must be an integer, got 1.5"),
+    ],
+)
+def test_steps_are_integers(options, message):
+    fine = {"sync_every": np.int64(3), "fragments": 1, "overlap": np.int32(1)}
+    post_init(Schedule, **fine)
+    with pytest.raises(TypeError, match=message):
+        post_init(Schedule, **(fine | options))
 
 
 def test_one_fragment_without_overlap_is_plain_diloco_bit_for_bit():

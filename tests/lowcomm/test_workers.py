@@ -200,6 +200,9 @@ def test_drop_of_everyone_reaches_the_metrics():
     algo = LowComm(adamw(), isoloco(1.8, 0.8), H, nonfinite="drop")
     state, metrics = compiled(algo, "round")(algo.init(PARAMS, K), take(poisoned(range(K)), range(K)), KEY)
     assert np.isnan(metrics["merged_sq"]) and np.isnan(state.params["head"]["w"]).all()
+    eager = LowComm(optax.sgd(0.1), local_sgd(), H, nonfinite="drop")
+    with pytest.raises(ValueError, match=f"nonfinite='drop' has no worker left to merge: {K} diverged"):
+        eager.round(loss_fn)(eager.init(PARAMS, K), take(poisoned(range(K)), range(K)), KEY)
 
 
 def test_drop_respects_the_weights_of_the_others():
