@@ -14,11 +14,11 @@ import optax
 
 from jaxlab import lowcomm
 from jaxlab.core import run, sweep, tree
-from jaxlab.core.errors import ConfigError, did_you_mean
+from jaxlab.core.errors import ConfigError
 from jaxlab.core.progress import NullProgress, Progress
 from jaxlab.core.report import Result
 from jaxlab.data import make_shards
-from jaxlab.experiments import lm, lowcomm_report, lowcomm_run
+from jaxlab.experiments import lm, lowcomm_check, lowcomm_report, lowcomm_run
 from jaxlab.nn import transformer
 
 METHODS = {
@@ -34,7 +34,7 @@ def algorithm(config: Any, cell: sweep.Cell, params: Any, values: Any = None) ->
     """The training algorithm of one cell; `values` replaces its three numbers, so that they can be traced."""
     lr, eta, mu = lowcomm_run.SETTINGS(cell.settings) if values is None else values
     t, c, method = config.train, config.lowcomm, cell.labels["method"]
-    momentum = cell.settings["outer_momentum"] > 0
+    momentum = cell.settings["outer_momentum"] != 0
     mu = mu if momentum else 0.0
     warmup = max(1, round(t.warmup * t.steps))
     shape = optax.warmup_cosine_decay_schedule(0.1, 1.0, warmup, t.steps, t.final_lr)
@@ -64,28 +64,20 @@ def cells(config: Any) -> list[sweep.Cell]:
     Raises:
       ConfigError: for settings that do not fit together, before anything is trained.
     """
-    ks = tuple(config.sweep.workers) or (config.lowcomm.workers,)
-    hs = tuple(config.sweep.inner_steps) or (config.lowcomm.inner_steps,)
-    for method in config.methods:
-        if method not in METHODS:
-            raise ConfigError(f"methods must be among {tuple(METHODS)}, got {method!r}{did_you_mean(method, METHODS)}")
-    if min(*ks, *hs) < 1:
-        raise ConfigError(f"workers and inner_steps must be >= 1, got {ks} and {hs}")
-    if len(set(config.seeds)) < len(config.seeds):
-        raise ConfigError(f"seeds must differ, got {tuple(config.seeds)}")
-    found = [
-        sweep.Cell({"method": method, "K": k, "H": h, **extra}, seed, config.train.steps, setting)
-        for seed in config.seeds
-        for k in ks
-        for h in hs
-        for method in config.methods
-        if method != "dp" or (k, h) == (ks[-1], hs[-1])
-        for setting, extra in lowcomm_report.settings(config, method, k, h)
-    ]
     try:
+        ks, hs = lowcomm_check.whole(config, METHODS)
+        found = [
+            sweep.Cell({"method": method, "K": k, "H": h, **extra}, seed, config.train.steps, setting)
+            for seed in config.seeds
+            for k in ks
+            for h in hs
+            for method in config.methods
+            if method != "dp" or (k, h) == (ks[-1], hs[-1])
+            for setting, extra in lowcomm_report.settings(config, method, k, h)
+        ]
         params = _abstract_params(config)
         for cell in found:
-            lowcomm_run.check(config, cell)
+            lowcomm_check.cell(config, cell)
             algorithm(config, cell, params)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -99,7 +91,7 @@ def main(config: Any, workdir: Path) -> Result:
         task = lm.load_task(config)
         for k in {cell.labels["K"] for cell in todo}:
             make_shards(task.train, k, seq_len=config.data.seq_len, split=config.data.split)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:  # a token file of another type is a TypeError
         raise ConfigError(str(error)) from error
     run.add_env(workdir, {"corpus_sha256": task.corpus_sha256})
     train = functools.partial(
@@ -110,12 +102,14 @@ def main(config: Any, workdir: Path) -> Result:
         results = sweep.run_cells(
             todo, lambda cell, folder, view: train(cell, folder, view), workdir, progress=progress,
             steps_per_update=lambda cell: lowcomm_run.steps_a_call(config, cell), allow_divergence=bool(config.grid),
+            facts={"corpus": task.corpus_sha256},
         )  # fmt: skip
     return lowcomm_report.result(config, todo, results, METHODS) if first else Result("written by process 0")
 
 
 def describe(config: Any) -> dict[str, Any]:
     """Sizes of one run without training: parameters, state, arithmetic and communication."""
+    todo = cells(config)  # first, because it checks the settings
     model, params = lm.model_config(config), _abstract_params(config)
     tokens = config.train.global_batch * config.data.seq_len
     facts = {
@@ -123,7 +117,6 @@ def describe(config: Any) -> dict[str, Any]:
         "tokens a step": tokens,
         "FLOPs a step": transformer.flops_per_token(model, config.data.seq_len) * tokens,
     }
-    todo = cells(config)
     swept = len({(cell.labels["K"], cell.labels["H"]) for cell in todo}) > 1
     for cell in {lowcomm_run.kind(cell): cell for cell in todo}.values():
         algo, k, h = algorithm(config, cell, params), cell.labels["K"], cell.labels["H"]
@@ -135,10 +128,7 @@ def describe(config: Any) -> dict[str, Any]:
 
 
 def _abstract_params(config: Any) -> Any:
-    try:
-        model = lm.model_config(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    model = lm.model_config(config)
     return jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
 
 

@@ -10,8 +10,7 @@ import jax
 from jaxlab import lowcomm
 from jaxlab.core import mesh as meshes
 from jaxlab.core import prng, sweep
-from jaxlab.core.errors import did_you_mean
-from jaxlab.core.metrics import KINDS, make_writer, read_jsonl
+from jaxlab.core.metrics import make_writer, read_jsonl
 from jaxlab.core.train import checkpoint, evaluate, fit
 from jaxlab.data import make_shards, per_worker_batch
 from jaxlab.experiments import lm
@@ -21,27 +20,6 @@ Algorithm = lowcomm.LowComm | lowcomm.DataParallel
 # (cell, parameters, three numbers to use instead of the cell's own, or None) -> algorithm
 Build = Callable[..., Algorithm]
 SETTINGS = operator.itemgetter("lr", "outer_lr", "outer_momentum")
-UNITS = ("round", "step")
-
-
-def check(config: Any, cell: sweep.Cell) -> None:
-    """Raises `ValueError` for settings of a cell that its training would trip over."""
-    t, k, h = config.train, cell.labels["K"], cell.labels["H"]
-    if t.unit not in UNITS:
-        raise ValueError(f"train.unit must be one of {UNITS}, got {t.unit!r}")
-    for name, least in (("steps", 1), ("eval_every", 1), ("checkpoint_every", 0)):
-        if t[name] < least:
-            raise ValueError(f"train.{name} must be >= {least}, got {t[name]}")
-    if t.steps % h:
-        raise ValueError(f"train.steps must be a multiple of inner_steps={h}, got {t.steps}")
-    for writer in t.writers:
-        if writer not in KINDS:
-            raise ValueError(f"train.writers: unknown metric writer {writer!r}{did_you_mean(writer, KINDS)}")
-    if not cell.settings["lr"] > 0:
-        raise ValueError(f"lr must be > 0, got {cell.settings['lr']}")
-    per_worker_batch(t.global_batch, k)
-    prng.key(cell.seed)
-    _worker_mesh(config.lowcomm.devices, k)
 
 
 def steps_a_call(config: Any, cell: sweep.Cell) -> int:
@@ -51,7 +29,7 @@ def steps_a_call(config: Any, cell: sweep.Cell) -> int:
 
 def kind(cell: sweep.Cell) -> tuple[Any, ...]:
     """What cells that can share a compiled program have in common: method, K, H, and whether there is momentum."""
-    return (*(cell.labels[name] for name in ("method", "K", "H")), cell.settings["outer_momentum"] > 0)
+    return (*(cell.labels[name] for name in ("method", "K", "H")), cell.settings["outer_momentum"] != 0)
 
 
 def bytes_sent(algo: Algorithm, params: Any, k: int, h: int) -> float:
@@ -83,7 +61,7 @@ def train(
     init_key, run_key = jax.random.split(prng.key(cell.seed))
     init = lambda: transformer.init(task.model, init_key)  # noqa: E731
     params = jax.eval_shape(init)  # the arrays themselves live in the state alone
-    algo, mesh = build(cell, params), _worker_mesh(config.lowcomm.devices, k)
+    algo, mesh = build(cell, params), worker_mesh(config.lowcomm.devices, k)
     shards = make_shards(task.train, k, seq_len=config.data.seq_len, split=config.data.split, seed=cell.seed)
     program, values = _program(config, task, build, cell, params, mesh), SETTINGS(cell.settings)
 
@@ -137,7 +115,7 @@ def _program(config: Any, task: lm.Task, build: Build, cell: sweep.Cell, params:
     return task.programs[kind(cell)]
 
 
-def _worker_mesh(devices: int, workers: int) -> jax.sharding.Mesh | None:
+def worker_mesh(devices: int, workers: int) -> jax.sharding.Mesh | None:
     """A mesh over the workers, or None for one device; 0 devices takes as many as divide the workers."""
     if devices < 0 or (devices and workers % devices):
         raise ValueError(f"lowcomm.devices must divide the {workers} workers (or be 0: as many as fit), got {devices}")

@@ -59,7 +59,7 @@ class Checkpointer:
       on_message: called with a line when a checkpoint is damaged and an older one is used.
 
     Raises:
-      ValueError: when `keep` < 1.
+      ValueError: when `keep` < 1, or `directory` is a file.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class Checkpointer:
             raise ValueError(f"keep must be >= 1, got {keep}")
         text = os.fspath(directory)
         self.directory = epath.Path(text if "://" in text else Path(text).absolute())
+        if self.directory.is_file():
+            raise ValueError(f"directory must be a folder, got the file {self.directory}")
         self._on_message = on_message
         self._damaged: set[int] = set()
         self._manager = ocp.CheckpointManager(

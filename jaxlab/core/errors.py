@@ -13,10 +13,11 @@ class NonFiniteError(FloatingPointError):
       step: the step whose metric was not finite.
       metric: the metric's name.
       value: what it was.
+      hint: what is known about the last checkpoint; empty where the raiser does not know.
     """
 
     def __init__(self, step: int, metric: str, value: float, hint: str = ""):
-        self.step, self.metric, self.value = step, metric, value
+        self.step, self.metric, self.value, self.hint = step, metric, value, hint
         super().__init__(f"metric {metric!r} is {value} at step {step}" + (f"; {hint}" if hint else ""))
 
 

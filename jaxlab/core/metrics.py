@@ -98,12 +98,15 @@ def _read_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
             record = json.loads(line.decode("utf-8"))
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 raise ValueError("not an object with an integer 'step'")
+            odd = record.pop("nonfinite", {})
+            if not isinstance(odd, dict) or not all(isinstance(text, str) for text in odd.values()):
+                raise ValueError("'nonfinite' is not an object of strings")
+            record |= {name: float(text) for name, text in odd.items()}
         except ValueError as error:
             # `split` leaves the text after the last line end in the last item: only that one can be half written.
             if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number}: {error}; the line reads {line[:80]!r}") from error
-        record |= {name: float(text) for name, text in record.pop("nonfinite", {}).items()}
         pairs.append((record, line))
     return pairs
 
@@ -255,9 +258,13 @@ class CsvWriter(_Closing):
         """Appends one row, widening the header when a metric is new.
 
         Raises:
-          ValueError: for a negative step, a reserved name, or a closed writer.
+          ValueError: for a negative step, a reserved name, one with a carriage return (which CSV readers take for the
+            end of the header), or a closed writer.
         """
         step, values = _checked(step, scalars)
+        broken = [name for name in values if "\r" in name]
+        if broken:
+            raise ValueError(f"scalars must have names without a carriage return in {self.path}, got {broken[0]!r}")
         if self._file.closed:
             raise ValueError(f"write to a closed CsvWriter ({self.path})")
         new = [name for name in values if name not in self._columns]

@@ -511,7 +511,8 @@ def compare(dirs: Sequence[str | os.PathLike[str]]) -> tuple[str, Table]:
             owners.setdefault((_group(row), row.seed), set()).add(path)
     if any(len(paths) > 1 for paths in owners.values()):
         names = _short_names(list(runs))
-        rows = [Row({"run": names[p]} | dict(r.labels), r.seed, r.values) for p, rows in runs.items() for r in rows]
+        column = "run folder" if any("run" in row.labels for rows in runs.values() for row in rows) else "run"
+        rows = [Row({column: names[p]} | dict(r.labels), r.seed, r.values) for p, rows in runs.items() for r in rows]
     else:
         rows = [row for rows in runs.values() for row in rows]
     table = summarize(rows, f"Comparison of {len(runs)} run{'s' if len(runs) > 1 else ''}")

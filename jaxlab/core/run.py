@@ -31,6 +31,7 @@ from jaxlab.core.metrics import atomic_write
 from jaxlab.core.report import Result, write_report
 
 RUNS = Path("runs")
+_REPAIR = "put a copy of it back, or start a new run in another --workdir"
 
 
 class DeviceError(RuntimeError):
@@ -76,8 +77,11 @@ def launch(
     except (ConfigError, DeviceError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (NonFiniteError, CheckpointError) as error:
-        print(f"error: {error}{_last_checkpoint(folder)}", file=sys.stderr)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except NonFiniteError as error:
+        print(f"error: {error}{'' if error.hint else _last_checkpoint(folder)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         hint = f"; resume with: {resume_command(folder)}" if folder and (folder / "env.json").exists() else ""
@@ -140,14 +144,25 @@ def with_seed(config: ConfigDict, seed: int | None) -> FrozenConfigDict:
 
 
 def add_env(workdir: Path, facts: Mapping[str, Any]) -> None:
-    """Adds facts that only the experiment knows, such as the corpus hash, to `env.json`; process 0 alone writes."""
+    """Adds facts that only the experiment knows, such as the corpus hash, to `env.json`; process 0 alone writes.
+
+    Raises:
+      CheckpointError: when a fact was another one before the run was resumed.
+    """
     if jax.process_index() == 0:
-        _write_json(workdir / "env.json", _read_json(workdir / "env.json") | dict(facts))
+        env, facts = _read_env(workdir), json.loads(json.dumps(dict(facts)))
+        for name, value in facts.items():
+            if env.get(name, value) != value:
+                raise CheckpointError(
+                    f"{workdir / 'env.json'}: the run was started with {name}={env[name]!r}, now it is {value!r}; "
+                    "resuming would not continue the same run"
+                )
+        _write_json(workdir / "env.json", env | facts)
 
 
 def resume_command(workdir: Path) -> str:
     """The shell command that continues the run in `workdir`."""
-    return _read_json(workdir / "env.json")["resume"]
+    return _read_env(workdir)["resume"]
 
 
 def environment(name: str, config: ConfigDict, command: Sequence[str], workdir: Path) -> dict[str, Any]:
@@ -281,33 +296,42 @@ def _open_folder(
     """Makes a new run folder, or checks the one to resume; writes `config.json` and `env.json`."""
     if resume:
         folder = Path(workdir) if workdir is not None else newest_run(name)
-        if not (folder / "config.json").exists():
+        if not os.path.isfile(folder / "config.json"):  # Path.exists raises for names that are too long
             raise ConfigError(f"cannot resume: {folder} holds no run (no config.json); start it without --resume")
-        changed = configs.differences(configs.from_json((folder / "config.json").read_text()), config)
+        changed = configs.differences(_read_json(folder / "config.json"), config)
         if changed:
             raise ConfigError(f"cannot resume {folder} with other settings:\n  " + "\n  ".join(changed))
-        env = _read_json(folder / "env.json")
+        env = _read_env(folder)
         again = environment(name, config, command, folder)
         _write_json(folder / "env.json", env | {"resumed": [*env.get("resumed", []), again]})
         return folder
-    folder = Path(workdir) if workdir is not None else _new_folder(name)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"run folder {folder} is already used; continue it with --resume or name another --workdir")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "env.json", environment(name, config, command, folder))
-    atomic_write(folder / "config.json", configs.to_json(config))
+    try:
+        folder = Path(workdir) if workdir is not None else _new_folder(name)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(
+                f"run folder {folder} is already used; continue it with --resume or name another --workdir"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / "env.json", environment(name, config, command, folder))
+        atomic_write(folder / "config.json", configs.to_json(config))
+    except OSError as error:
+        raise ConfigError(f"cannot make the run folder {workdir or RUNS}: {error}; name another --workdir") from error
     return folder
 
 
 def newest_run(name: str, runs: Path = RUNS) -> Path:
-    """The run of `name` below `runs` that started last.
+    """The run of `name` below `runs` that started last; folders without a readable record are skipped, with a line.
 
     Raises:
       ConfigError: when there is none.
     """
     found = []
     for path in runs.glob("*/config.json"):
-        env = _read_json(path.parent / "env.json")
+        try:
+            env = _read_env(path.parent)
+        except ConfigError as error:
+            _say(f"skipped: {error}")
+            continue
         if env["name"] == name:
             found.append((env["started"], path.parent))
     if not found:
@@ -371,10 +395,12 @@ def _without_folder(command: Sequence[str]) -> list[str]:
 
 
 def _last_checkpoint(folder: Path | None) -> str:
-    checkpoints = folder / "checkpoints" if folder else None
-    if checkpoints is None or not checkpoints.is_dir() or not any(checkpoints.iterdir()):
-        return "; no checkpoint was saved"
-    return f"; the last good checkpoint is in {checkpoints}"
+    # The cells of a sweep run one after the other: the one that stopped is the one that is not recorded as done.
+    places = [folder / "checkpoints", *folder.glob("cells/*/checkpoints")] if folder else []
+    for place in places:
+        if place.is_dir() and any(place.iterdir()) and not (place.parent / "cell.json").exists():
+            return f"; the last good checkpoint is in {place}"
+    return "; no checkpoint was saved"
 
 
 def _say(line: str) -> None:
@@ -383,7 +409,21 @@ def _say(line: str) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError(f"it holds a {type(data).__name__}, not an object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is missing or damaged ({error}); {_REPAIR}") from error
+    return data
+
+
+def _read_env(folder: Path) -> dict[str, Any]:
+    env = _read_json(folder / "env.json")
+    for key in ("name", "started", "resume"):
+        if not isinstance(env.get(key), str):
+            raise ConfigError(f"{folder / 'env.json'} is damaged (it has no {key!r}); {_REPAIR}")
+    return env
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -350,7 +350,8 @@ def _sliding(tokens: np.ndarray, width: int) -> np.ndarray:
 
 def _take(view: np.ndarray, starts: np.ndarray, vocab: int) -> np.ndarray:
     rows = view[starts]
-    if np.iinfo(rows.dtype).max >= vocab and rows.size and (rows.max() >= vocab or rows.min() < 0):
+    info = np.iinfo(rows.dtype)  # the look at the ids costs time, and bytes of a vocabulary of 256 need none
+    if (info.min < 0 or info.max >= vocab) and rows.size and (rows.max() >= vocab or rows.min() < 0):
         raise ValueError(f"tokens must be in [0, vocab={vocab}), got {rows.min()}..{rows.max()}")
     return rows.astype(np.int32)
 

@@ -9,6 +9,8 @@ import functools
 import hashlib
 import os
 import struct
+import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -106,11 +108,19 @@ class Corpus:
 
         Raises:
           ValueError: when `documents` is empty or holds no tokens.
+          TypeError: when they are not integers; a boolean mask is not one either.
           IndexError: when one of them does not exist.
         """
-        documents = np.asarray(documents, np.int64)
-        if len(documents) == 0:
+        documents = np.asarray(documents)
+        if documents.size == 0:
             raise ValueError(f"documents must name at least one document of corpus {self.name!r}, got none")
+        if documents.ndim != 1 or documents.dtype.kind not in "iu":
+            raise TypeError(f"documents must be a 1-D sequence of integers, got {_describe(documents)}")
+        bad = documents[(documents < -self.num_documents) | (documents >= self.num_documents)]
+        if bad.size:
+            raise IndexError(f"documents must be below {self.num_documents}, or count from the end, got {bad[0]}")
+        # Counted from the start, because only then are documents that follow each other neighbours.
+        documents = documents.astype(np.int64) % self.num_documents
         sizes = self.sizes[documents]
         if np.all(np.diff(documents) == 1):
             begin = self.starts[documents[0]]
@@ -240,33 +250,30 @@ def read_tokens(path: str | os.PathLike, *, vocab: int | None = None, check: boo
     Raises:
       FileNotFoundError: when there is no such file.
       TypeError: when the array is not a 1-D array of integers.
-      ValueError: when an id or `vocab` does not fit, or the sidecar belongs to another file.
+      ValueError: when an id or `vocab` does not fit, or the sidecar is damaged or belongs to another file.
     """
     path = _npy_path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no token file at {path}; write one with write_tokens(path, documents, vocab)")
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a complete .npy file of numbers: {error}") from error
+    if not isinstance(tokens, np.ndarray):
+        tokens.close()
+        raise ValueError(f"{path} is not a .npy file of numbers: it is an .npz archive of several arrays")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise TypeError(f"{path} must hold a 1-D integer array, got {_describe(tokens)}")
     if len(tokens) == 0:
         raise ValueError(f"{path} holds no tokens")
     fields = {"starts": np.zeros(1, np.int64), "groups": np.zeros(1, np.int32), "group_names": ("",), "name": path.stem}
     if sidecar(path).is_file():
-        with np.load(sidecar(path), allow_pickle=False) as side:
-            if int(side["length"]) != len(tokens):
-                raise ValueError(f"{sidecar(path)} describes {side['length']} tokens, but {path} holds {len(tokens)}")
-            if vocab is not None and vocab != int(side["vocab"]):
-                raise ValueError(f"vocab must be {side['vocab']}, as {path} was written with, got {vocab}")
-            vocab = int(side["vocab"])
-            fields = {
-                "starts": side["starts"],
-                "groups": side["groups"],
-                "group_names": tuple(map(str, side["group_names"])),
-                "name": str(side["name"]),
-            }
+        length, written, fields = _read_sidecar(sidecar(path))
+        if length != len(tokens):
+            raise ValueError(f"{sidecar(path)} describes {length} tokens, but {path} holds {len(tokens)}")
+        if vocab is not None and vocab != written:
+            raise ValueError(f"vocab must be {written}, as {path} was written with, got {vocab}")
+        vocab = written
     if vocab is None and not check:
         raise ValueError(f"vocab must be given when check=False and {path} has no sidecar")
     if check:
@@ -284,6 +291,21 @@ def sidecar(path: str | os.PathLike) -> Path:
     'wiki.documents.npz'
     """
     return Path(path).with_suffix(".documents.npz")
+
+
+def _read_sidecar(path: Path) -> tuple[int, int, dict[str, Any]]:
+    """(number of tokens, vocabulary size, the other fields of the corpus)."""
+    try:
+        with np.load(path, allow_pickle=False) as side:
+            names = tuple(map(str, side["group_names"]))
+            fields = {"starts": side["starts"], "groups": side["groups"], "group_names": names}
+            return int(side["length"]), int(side["vocab"]), fields | {"name": str(side["name"])}
+    # NumPy and zipfile do not agree on how they call a damaged file.
+    except (ValueError, EOFError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path} is damaged or not a sidecar that write_tokens wrote ({type(error).__name__}: {error}); "
+            "write the token file again"
+        ) from error
 
 
 def _token_dtype(vocab: int) -> np.dtype:

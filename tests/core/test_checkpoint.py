@@ -281,6 +281,10 @@ def test_saving_into_the_past_needs_force(tmp_path):
 def test_bad_arguments(tmp_path):
     with pytest.raises(ValueError, match="keep must be >= 1, got 0"):
         Checkpointer(tmp_path, keep=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"directory must be a folder, got the file .*/file"):
+        Checkpointer(tmp_path / "file")
+    (tmp_path / "file").unlink()
     with Checkpointer(tmp_path) as saver:
         with pytest.raises(TypeError, match="a/1 must be an array, got int"):
             saver.save(1, {"a": [jnp.zeros(1), 3]})

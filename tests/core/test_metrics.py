@@ -110,6 +110,25 @@ def test_damage_before_the_last_line_is_an_error(tmp_path):
         metrics.CsvWriter(tmp_path / "m.csv")
 
 
+@pytest.mark.parametrize("odd", ["3", "[1]", '{"loss": 3}', '{"loss": "many"}'])
+def test_damaged_nonfinite_values_are_an_error(tmp_path, odd):
+    path = tmp_path / "m.jsonl"
+    path.write_text(f'{{"step": 1, "nonfinite": {odd}}}\n{{"step": 2}}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 1: "):
+        metrics.read_jsonl(path)
+
+
+def test_csv_refuses_names_that_it_could_not_read_back(tmp_path):
+    path = tmp_path / "m.csv"
+    with metrics.CsvWriter(path) as writer:
+        writer.write(1, {"a\nb": 1.0})
+        with pytest.raises(ValueError, match=r"names without a carriage return in .*m\.csv, got 'a\\rb'"):
+            writer.write(2, {"a\rb": 1.0})
+    with metrics.CsvWriter(path) as writer:
+        writer.write(2, {"a\nb": 2.0})
+    assert [row["a\nb"] for row in rows(path)] == ["1.0", "2.0"]
+
+
 def test_csv_columns_may_appear_later(tmp_path):
     path = tmp_path / "m.csv"
     with metrics.CsvWriter(path) as writer:

@@ -225,6 +225,13 @@ def test_compare_keeps_runs_with_the_same_seeds_apart(tmp_path):
     assert names == [str(first), "lr2", str(third)]
 
 
+def test_compare_keeps_a_label_that_is_called_run(tmp_path):
+    folders = [run(tmp_path / name, [Row({"run": "a"}, 0, {"loss": 1.0})]) for name in ("one", "two")]
+    _, table = report.compare(folders)
+    assert table.columns == ["run folder", "run", "loss", "n"]
+    assert [row[:2] for row in table.rows] == [["one", "a"], ["two", "a"]]
+
+
 def test_summarize_counts_values_that_some_seeds_lack():
     rows = [Row({}, 0, {"a": 1.0, "b": 1.0}), Row({}, 1, {"a": 1.0}), Row({}, 2, {"a": 1.0, "b": 1.0})]
     table = report.summarize(rows, "T")

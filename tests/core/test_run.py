@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from jaxlab.core import config as configs
 from jaxlab.core import doctor, run
-from jaxlab.core.errors import ConfigError
+from jaxlab.core.errors import CheckpointError, ConfigError, NonFiniteError
 
 
 @pytest.fixture
@@ -116,6 +116,89 @@ def test_the_last_good_checkpoint_is_named(toy: ModuleType, capsys: pytest.Captu
     capsys.readouterr()
     assert start(toy, "fail=nan", workdir="w", resume=True) == 1
     assert "the last good checkpoint is in w/checkpoints" in capsys.readouterr().err
+
+
+def test_one_statement_about_the_last_checkpoint(toy: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sweeps keep checkpoints in their cells, and a training loop that knows the step has said so itself."""
+
+    def main(config: ConfigDict, workdir: Path) -> run.Result:
+        for cell, done in (("a", True), ("b", False)):
+            (workdir / f"cells/{cell}/checkpoints/1").mkdir(parents=True)
+            if done:
+                (workdir / f"cells/{cell}/cell.json").touch()
+        raise NonFiniteError(2, "loss", float("nan"), hint=hints.pop())
+
+    hints = ["", "the last good checkpoint is of step 1"]
+    assert run.launch(main, config(), name="toy:tiny", workdir="hint") == 1
+    err = capsys.readouterr().err
+    assert err == "error: metric 'loss' is nan at step 2; the last good checkpoint is of step 1\n"
+    assert run.launch(main, config(), name="toy:tiny", workdir="none") == 1
+    err = capsys.readouterr().err
+    assert err == "error: metric 'loss' is nan at step 2; the last good checkpoint is in none/cells/b/checkpoints\n"
+
+    def refused(config: ConfigDict, workdir: Path) -> run.Result:
+        raise CheckpointError("does not fit")
+
+    assert run.launch(refused, config(), name="toy:tiny", workdir="refused") == 1
+    assert capsys.readouterr().err == "error: does not fit\n"
+
+
+def test_facts_of_a_run_do_not_change(toy: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(toy, workdir="w") == 0
+    run.add_env(Path("w"), {"corpus_sha256": "abc", "sizes": (1, 2)})
+    run.add_env(Path("w"), {"sizes": (1, 2)})
+    with pytest.raises(
+        CheckpointError, match=r"w/env\.json: the run was started with corpus_sha256='abc', now it is 'd'"
+    ):
+        run.add_env(Path("w"), {"corpus_sha256": "d"})
+    assert json.loads(Path("w/env.json").read_text())["corpus_sha256"] == "abc"
+
+
+@pytest.mark.parametrize("text", [None, "", '{"name": "toy', "[]", "{}"])
+@pytest.mark.parametrize("file", ["config.json", "env.json"])
+def test_damaged_files_of_a_run_are_named(
+    toy: ModuleType, capsys: pytest.CaptureFixture[str], file: str, text: str | None
+) -> None:
+    assert start(toy, workdir="w") == 0
+    path = Path("w") / file
+    path.unlink() if text is None else path.write_text(text)
+    assert start(toy, workdir="w", resume=True) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "Traceback" not in err
+    if (file, text) == ("config.json", "{}"):
+        assert "optim.lr: was absent, is 0.5" in err
+    elif (file, text) == ("config.json", None):
+        assert "w holds no run (no config.json)" in err
+    else:
+        assert re.search(f"w/{file} is (missing or )?damaged", err)
+        assert "put a copy of it back, or start a new run in another --workdir" in err
+    assert len(Path("w/calls.txt").read_text().splitlines()) == 1
+
+
+def test_resume_without_a_folder_skips_what_holds_no_record(
+    toy: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(toy) == 0
+    for name, text in (("foo", None), ("bar", "{"), ("baz", "{}")):
+        Path("runs", name).mkdir()
+        Path("runs", name, "config.json").write_text("{}")
+        if text is not None:
+            Path("runs", name, "env.json").write_text(text)
+    assert start(toy, resume=True) == 0
+    out = capsys.readouterr().out
+    assert all(f"skipped: runs/{name}/env.json is " in out for name in ("foo", "bar", "baz"))
+
+
+@pytest.mark.parametrize("workdir", ["afile/sub", "afile", "/proc/xx/y", "n" * 300])
+def test_a_folder_that_cannot_be_made(toy: ModuleType, capsys: pytest.CaptureFixture[str], workdir: str) -> None:
+    Path("afile").touch()
+    for resume in (False, True):
+        assert start(toy, workdir=workdir, resume=resume) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and workdir in err
+    Path("runs").touch()
+    assert start(toy) == 2
+    assert "cannot make the run folder runs: " in capsys.readouterr().err
 
 
 def test_system_exit_and_bugs_pass_through(toy: ModuleType) -> None:

@@ -142,3 +142,69 @@ def test_restore_refuses_another_run(tmp_path):
         sweep.restore(tmp_path, {"w": jnp.zeros(3)}, {"corpus": "abd"}, keep=1, on_message=print)
     with pytest.raises(CheckpointError, match=r"w: checkpoint float32\[3\], like float32\[4\]"):
         sweep.restore(tmp_path, {"w": jnp.zeros(4)}, facts, keep=1, on_message=print)
+
+
+def started(tmp_path, cells=CELLS, **options):
+    """A sweep that may read what is done, and must not run anything."""
+
+    def run(cell, folder, progress):
+        raise AssertionError("nothing must be trained here")
+
+    return sweep.run_cells(cells, run, tmp_path, progress=NullProgress(), **options)
+
+
+def test_a_finished_cell_of_another_experiment_is_refused(tmp_path):
+    facts = {"corpus": "abc", "sizes": (1, np.int64(2))}
+    results = sweep.run_cells(CELLS, measure, tmp_path, progress=NullProgress(), facts=facts)
+    assert [r.values for r in started(tmp_path, facts=facts)] == [r.values for r in results]
+    path = tmp_path / "cells" / CELLS[3].name / "cell.json"
+    with pytest.raises(CheckpointError, match=r"cell\.json: the cell was made with corpus='abc', now it is 'abd'"):
+        started(tmp_path, facts=facts | {"corpus": "abd"})
+    other = [*CELLS[:3], Cell(CELLS[3].labels, CELLS[3].seed, 6, {"lr": 5})]
+    with pytest.raises(CheckpointError, match=r"made with settings=\{'lr': 0.1\}, now it is \{'lr': 5\}") as caught:
+        started(tmp_path, other, facts=facts)
+    assert str(path) in str(caught.value)
+    # Before the first cell runs, although only the last does not fit.
+    (tmp_path / "cells" / CELLS[0].name / "cell.json").unlink()
+    with pytest.raises(CheckpointError, match="made with settings"):
+        started(tmp_path, other, facts=facts)
+
+
+def test_records_without_facts_are_read(tmp_path):
+    sweep.run_cells(CELLS, measure, tmp_path, progress=NullProgress())
+    for path in tmp_path.glob("cells/*/cell.json"):
+        record = json.loads(path.read_text())
+        assert record.pop("facts") == {}
+        path.write_text(json.dumps(record))
+    assert len(started(tmp_path, facts={"corpus": "abc"})) == 4
+
+
+@pytest.mark.parametrize("text", ["", '{"values": {"lo', "{}", "[]", '{"values": 1, "curves": {}, "settings": {}}'])
+def test_a_damaged_record_is_named(tmp_path, text):
+    sweep.run_cells(CELLS, measure, tmp_path, progress=NullProgress())
+    path = tmp_path / "cells" / CELLS[2].name / "cell.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"is damaged \(.*\); delete it to train that cell again") as caught:
+        started(tmp_path)
+    assert str(path) in str(caught.value)
+    path.unlink()
+    assert len(sweep.run_cells(CELLS, measure, tmp_path, progress=NullProgress())) == 4
+
+
+def test_settings_are_what_their_record_gives_back(tmp_path):
+    cell = Cell({"a": 1}, 0, 1, {"lr": np.float32(5), "n": jnp.int32(3), "betas": (0.5, np.float64(0.25)), "b": True})
+    assert cell.settings == {"lr": 5.0, "n": 3, "betas": [0.5, 0.25], "b": True}
+    assert type(cell.settings["lr"]) is float and type(cell.settings["n"]) is int
+    sweep.run_cells([cell], lambda *_: CellResult({"loss": 1.0}), tmp_path, progress=NullProgress())
+    assert len(started(tmp_path, [cell])) == 1
+    for value in (np.ones(2), object(), {1, 2}):
+        with pytest.raises(
+            TypeError, match="setting 'lr' must be a number, a string, or lists and dicts of these, got"
+        ):
+            Cell({"a": 1}, 0, 1, {"lr": value})
+
+
+@pytest.mark.parametrize("labels", [{"m": "../../x"}, {"a/b": 1}, {"m": "a\\b"}])
+def test_labels_stay_in_their_folder(labels):
+    with pytest.raises(ValueError, match="labels must hold no path separators, got"):
+        Cell(labels, 0, 1)

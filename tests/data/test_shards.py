@@ -303,3 +303,12 @@ def test_empty_documents_do_no_harm():
     )
     assert sum(len(p) for p in split(corpus, (0.5, 0.5))) == 100
     assert make_shards(corpus, 2, seq_len=4, split="group").windows == 8
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int64])
+def test_negative_ids_are_refused_in_every_dtype(dtype):
+    """Also where the dtype's largest number is below vocab, so that no id can be too large."""
+    tokens = np.array([3, 1, -1, 2, 3, 1, 2, 3], dtype)
+    bad = Corpus(tokens, np.array([0]), np.array([0]), ("",), "negative", 256)
+    with pytest.raises(ValueError, match=r"tokens must be in \[0, vocab=256\), got -1\.\.3"):
+        eval_windows(bad, seq_len=3, count=2)

@@ -46,6 +46,22 @@ def test_select_keeps_order_groups_and_views():
         c.select([])
 
 
+def test_select_counts_from_the_end_and_refuses_what_is_no_index():
+    c = corpus()
+    for documents in ([-1, 0], [-2, -1], [-1], [0, -4, 3], np.array([-1, 0], np.int8)):
+        wanted = np.concatenate([c.document(int(i)) for i in documents])
+        assert c.select(documents).tokens.tolist() == wanted.tolist()
+    assert c.select([-1, 0]).groups.tolist() == [0, 1]
+    for documents in ([4], [0, -5], np.array([200], np.uint8)):
+        with pytest.raises(IndexError, match="documents must be below 4, or count from the end, got"):
+            c.select(documents)
+    with pytest.raises(TypeError, match="documents must be a 1-D sequence of integers, got an array of dtype bool"):
+        c.select([True, False, True, False])
+    for documents in (np.array([True, False]), np.array([0.9, 1.2]), [0.9, 1.2]):
+        with pytest.raises(TypeError, match="documents"):  # jaxtyping's words, where the tests check annotations
+            c.select(documents)
+
+
 def test_chunked_keeps_tokens_and_borders():
     c = corpus().chunked(2)
     assert [c.document(i).tolist() for i in range(c.num_documents)] == [[1, 2], [300], [], [4], [5, 6], [7, 8]]
@@ -168,3 +184,30 @@ def test_checks_look_at_every_part_of_a_long_file(tmp_path, monkeypatch):
     digest = whole.sha256
     monkeypatch.undo()
     assert digest == dataclasses.replace(whole).sha256
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "incomplete", "array"])
+def test_a_damaged_sidecar_is_named(tmp_path, damage):
+    path = write_tokens(tmp_path / "t.npy", [b"abc", b"de"], 256)
+    side = sidecar(path)
+    if damage == "incomplete":
+        np.savez(side, length=5, vocab=256)
+    elif damage == "array":
+        with open(side, "wb") as file:
+            np.save(file, np.arange(5))
+    else:
+        side.write_bytes(side.read_bytes()[: 300 if damage == "cut" else 0])
+    with pytest.raises(
+        ValueError, match=r"t\.documents\.npz is damaged or not a sidecar .*; write the token file again"
+    ):
+        read_tokens(path)
+
+
+def test_an_archive_is_no_token_file(tmp_path):
+    np.savez(tmp_path / "a.npz", tokens=np.arange(5))
+    path = (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    with pytest.raises(ValueError, match=r"a\.npy is not a \.npy file of numbers: it is an \.npz archive"):
+        read_tokens(path)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"a\.npy is not a complete \.npy file"):
+        read_tokens(path)

@@ -1,20 +1,24 @@
 """The IsoLoCo experiment: run folders, resuming, settings, the report, and what the methods learn."""
 
+import functools
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import jaxlab
 from jaxlab import cli
 from jaxlab.core import config as configs
 from jaxlab.core import run, sweep
+from jaxlab.core.errors import ConfigError
 from jaxlab.core.metrics import read_jsonl
 from jaxlab.core.report import read_result
 from jaxlab.data.shards import Shards
@@ -163,8 +167,30 @@ def test_another_corpus_is_not_resumed(corpus, tmp_path, capsys):
     assert command(corpus, f"data.path={moved}", "methods=diloco", workdir=tmp_path / "w") == 0
     next(tmp_path.glob("w/cells/*/cell.json")).unlink()
     moved.write_text(corpus.read_text() + "one more line\n" * 100)
-    assert command(corpus, f"data.path={moved}", "methods=diloco", workdir=tmp_path / "w", options=["--resume"]) == 1
+    again = functools.partial(command, corpus, f"data.path={moved}", "methods=diloco", workdir=tmp_path / "w")
+    env = tmp_path / "w" / "env.json"
+    before = json.loads(env.read_text())
+    assert again(options=["--resume"]) == 1
+    assert "env.json: the run was started with corpus_sha256=" in capsys.readouterr().err
+    assert json.loads(env.read_text())["corpus_sha256"] == before.pop("corpus_sha256")
+    # Without a word in env.json, cells and checkpoints still know what they were made from.
+    env.write_text(json.dumps(before))
+    assert again(options=["--resume"]) == 1
     assert "the checkpoint was made with corpus=" in capsys.readouterr().err
+
+
+def test_finished_cells_of_another_corpus_are_not_reported(corpus, tmp_path, capsys):
+    moved = tmp_path / "moved.txt"
+    moved.write_text(corpus.read_text())
+    assert command(corpus, f"data.path={moved}", "methods=dp,diloco", workdir=tmp_path / "w") == 0
+    shutil.rmtree(tmp_path / "w" / "cells" / "method=dp,K=4,H=2,seed=0")  # not done yet
+    env = tmp_path / "w" / "env.json"
+    env.write_text(json.dumps({k: v for k, v in json.loads(env.read_text()).items() if k != "corpus_sha256"}))
+    moved.write_text(corpus.read_text() + "one more line\n" * 100)
+    options = {"workdir": tmp_path / "w", "options": ["--resume"]}
+    assert command(corpus, f"data.path={moved}", "methods=dp,diloco", **options) == 1
+    assert "cell.json: the cell was made with corpus=" in capsys.readouterr().err
+    assert list(cell_files(tmp_path / "w")) == ["method=diloco,K=4,H=2,seed=0"], "nothing was trained"
 
 
 def test_single_steps_equal_rounds(corpus, finished, tmp_path):
@@ -215,8 +241,32 @@ def test_options(corpus, tmp_path, overrides, sent):
         (("train.eval_every=0",), "train.eval_every must be >= 1, got 0"),
         (("train.writers=jsnl",), "train.writers: unknown metric writer 'jsnl'; did you mean 'jsonl'"),
         (("train.global_batch=6",), "global_batch must be a multiple of workers=4, got 6"),
-        (("lowcomm.workers=0",), "workers and inner_steps must be >= 1, got .0,. and .2,."),
-        (("sweep.inner_steps=2,0",), "workers and inner_steps must be >= 1, got .4,. and .2, 0."),
+        (("lowcomm.workers=0",), r"workers must be integers >= 1, got \(0,\)"),
+        (("sweep.inner_steps=2,0",), r"inner_steps must be integers >= 1, got \(2, 0\)"),
+        (("sweep.workers=a",), r"workers must be integers >= 1, got \('a',\)"),
+        (("sweep.workers=2,true",), r"workers must be integers >= 1, got \(2, True\)"),
+        (("sweep.workers=2,2",), r"workers must be one or more different values, got \(2, 2\)"),
+        (("sweep.inner_steps=2,2",), r"inner_steps must be one or more different values, got \(2, 2\)"),
+        (("methods=dp,dp",), r"methods must be one or more different values, got \('dp', 'dp'\)"),
+        (("methods=",), r"methods must be one or more different values, got \(\)"),
+        (("seeds=",), r"seeds must be one or more different values, got \(\)"),
+        (("grid=1",), "grid must hold .* is set in the config file, not on the command line; got 1"),
+        (("grid=abc",), "grid must hold .* got 'abc'"),
+        (("settings.outer_momentum=-0.5",), r"momentum must be in \[0, 1\), got -0.5"),
+        (("settings.outer_momentum=1",), r"momentum must be in \[0, 1\), got 1.0"),
+        (("settings.lr=inf",), "lr must be > 0 and finite, got inf"),
+        (("lowcomm.fragments=0",), "lowcomm.fragments must be >= 1, got 0"),
+        (("train.clip=-1",), "train.clip must be > 0 .inf for no clipping., got -1"),
+        (("train.clip=0",), "train.clip must be > 0"),
+        (("train.warmup=-1",), r"train.warmup must be in \[0, 1\), got -1"),
+        (("train.warmup=1",), r"train.warmup must be in \[0, 1\), got 1"),
+        (("train.warmup=0.99",), "train.steps must be > 8, the steps of train.warmup=0.99, got 8"),
+        (("train.final_lr=-1",), r"train.final_lr must be in \[0, 1\], got -1"),
+        (("train.weight_decay=-1",), "train.weight_decay must be finite and >= 0, got -1"),
+        (("train.weight_decay=inf",), "train.weight_decay must be finite and >= 0, got inf"),
+        (("data.path=floats.npy",), "floats.npy must hold a 1-D integer array, got an array of dtype float64"),
+        (("data.path=2d.npy",), r"2d.npy must hold a 1-D integer array, got an array .* shape \(2, 3\)"),
+        (("model.remat=ful",), "remat must be one of .* got 'ful'"),
         (("lowcomm.devices=3",), "lowcomm.devices must divide the 4 workers .* got 3"),
         (("lowcomm.devices=16", "lowcomm.workers=16", "train.global_batch=16"), "need 16 devices, but there are 8"),
         (("lowcomm.aggregate=tsvm",), "unknown aggregator 'tsvm'; allowed: dare,"),
@@ -226,17 +276,20 @@ def test_options(corpus, tmp_path, overrides, sent):
         (("lowcomm.compress=int3",), "format must be one of .* got 'int3'"),
         (("lowcomm.isotropize=qr",), "unknown method 'qr'; allowed: newton_schulz"),
         (("settings.outer_lr=-1",), "learning_rate must be finite and > 0, got -1"),
-        (("settings.lr=0",), "lr must be > 0, got 0"),
+        (("settings.lr=0",), "lr must be > 0 and finite, got 0"),
         (("model.embedding_std=0",), "embedding_std must be finite and > 0, or None, got 0"),
         (("model.preset=huge",), "model.preset must be one of .* got 'huge'"),
         (("data.split=random",), "split must be one of"),
         (("data.eval_windows=10000000",), "count must be <="),
         (("data.path=nowhere.txt",), "there is none at nowhere.txt"),
-        (("seeds=1,1",), "seeds must differ, got"),
+        (("seeds=1,1",), "seeds must be one or more different values, got"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_trained(corpus, tmp_path, capsys, monkeypatch, overrides, message):
     monkeypatch.setattr(lowcomm_run, "train", train_nothing)
+    monkeypatch.chdir(tmp_path)
+    np.save("floats.npy", np.zeros(3))
+    np.save("2d.npy", np.zeros((2, 3), np.int64))
     assert command(corpus, *overrides, workdir=tmp_path / "w") == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and "Traceback" not in err
@@ -300,8 +353,32 @@ def test_describe_a_sweep_says_which_is_which():
 def test_show(corpus, capsys):
     assert cli.main(["show", "isoloco", "lowcomm.workers=4"]) == 0
     assert "164_160" in capsys.readouterr().out
-    assert cli.main(["show", "isoloco", "train.steps=7"]) == 2
-    assert "error: train.steps must be a multiple" in capsys.readouterr().err
+    for override, message in (
+        ("train.steps=7", "train.steps must be a multiple"),
+        ("model.preset=tinny", "model.preset must be one of"),
+        ("model.remat=ful", "remat must be one of"),
+        ("model.embedding_std=-1", "embedding_std must be finite and > 0"),
+        ("sweep.workers=2,2", "workers must be one or more different values"),
+        ("sweep.workers=a", "workers must be integers >= 1"),
+        ("grid=1", "grid must hold"),
+    ):
+        assert cli.main(["show", "isoloco", override]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ((("dp", (1e-3,), (1.0,), (0.0,)),), "grid must hold a space for each of the methods, got none for 'isoloco'"),
+        ((("isoloco", (1e-3,), (1.0,)),), "grid must hold .method, inner learning rates"),
+        ((("isoloco", (1e-3,), (1.0,), ()),), "grid must hold .method, inner learning rates"),
+        ((("isoloco", (1e-3, 1e-3), (1.0,), (0.0,)),), "grid must hold different numbers for 'isoloco', got"),
+        ((("isoloco", ("a",), (1.0,), (0.0,)),), "grid must hold different numbers for 'isoloco', got"),
+    ],
+)
+def test_bad_grids_are_refused(corpus, space, message):
+    with pytest.raises(ConfigError, match=message):
+        isoloco.cells(tuning(corpus, space, methods=("isoloco",)))
 
 
 def tuning(corpus, space, **changes):
@@ -488,7 +565,8 @@ def test_learning(tmp_path):
     ("variant", "overrides"),
     [
         ("paper178m", ("lowcomm.workers=2", "methods=diloco,isoloco")),
-        ("paper512m", ("lowcomm.workers=1", "methods=diloco")),  # 10 GB of state; 17 GB in all, IsoLoCo 20
+        ("paper512m", ("lowcomm.workers=1", "methods=isoloco")),  # 10 GB of state, 20 GB in all
+        ("paper512m", ("lowcomm.workers=1", "methods=diloco")),
     ],
 )
 def test_published_settings_run(tmp_path, variant, overrides):
