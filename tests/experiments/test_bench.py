@@ -55,7 +55,7 @@ def test_tables(config, bigram) -> None:
     assert "2 devices" in rounds.rows[-1]
     assert [row[0] for row in outer.rows] == ["mean (DiLoCo)", "svd"]
     assert outer.rows[1][-1] == 0.1
-    assert all(0 < row[4] < 1 for row in outer.rows)
+    assert all(0 < row[4] <= 1 for row in outer.rows)
     values = {row[0]: row[1] for row in facts.rows}
     assert values["compilations in 2 rounds"] == 1
     assert values["state arrays that were not donated"].startswith("0 of ")
@@ -121,3 +121,9 @@ def test_bounds_at_the_default_size() -> None:
             return
         print(f"attempt {attempt}: {found} on {jax.devices()}")
     raise AssertionError(f"LowComm.round is too slow: {found}")
+
+
+def test_a_round_that_seems_shorter_than_its_outer_step(config, bigram) -> None:
+    """Noise of two measurements does not make a share above one or below zero."""
+    _, share = bench.outer_steps(bench.Problem(config), 1e-12)
+    assert share["svd"] == 1.0
