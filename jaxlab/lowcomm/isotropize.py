@@ -357,7 +357,7 @@ def _factors(a: Array, method: Method, rtol: Rtol, ns_steps: Steps) -> tuple[Arr
         # Exact, not just to rounding: an untouched embedding row must not move.
         used = jnp.any(x != 0, axis=-1, keepdims=True) & jnp.any(x != 0, axis=-2, keepdims=True)
         factor = jnp.where(used, factor, 0)
-    sigma_bar = scale * (jnp.sum(factor * x, axis=(-2, -1), keepdims=True) / r) / factor_in
+    sigma_bar = scale * jnp.sum(factor * x, axis=(-2, -1), keepdims=True) / r / factor_in
     factor = jnp.where(finite, factor.mT if wide else factor, jnp.nan)
     return factor, jnp.where(finite, sigma_bar, jnp.nan)[..., 0, 0]
 

@@ -64,8 +64,7 @@ def lookahead(
     """
     checks.transformation("inner", inner)
     checks.transformation("outer", outer)
-    if checks.integer("sync_every", sync_every) < 1:
-        raise ValueError(f"sync_every must be >= 1, got {sync_every}")
+    checks.count("sync_every", sync_every)
     inner = optax.with_extra_args_support(inner)
     outer = optax.with_extra_args_support(outer)
 

@@ -416,7 +416,7 @@ class _Workers(NamedTuple):
             return cls(k, jnp.asarray(values / np.sum(values), float))
         w, _ = in_range(jnp.asarray(weights, float), (0,))
         valid = jnp.all(jnp.isfinite(w) & (w >= 0))
-        return cls(k, jnp.where(valid, w / jnp.sum(w), jnp.nan))
+        return cls(k, w / jnp.where(valid, jnp.sum(w), jnp.nan))
 
     @property
     def count(self) -> int | Array:

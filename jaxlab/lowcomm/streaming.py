@@ -143,8 +143,7 @@ class Fragments:
         """
         if pattern not in PATTERNS:
             raise ValueError(f"pattern must be one of {PATTERNS}, got {pattern!r}")
-        if checks.integer("n", n) < 1:
-            raise ValueError(f"n must be >= 1, got {n}")
+        checks.count("n", n)
         checks.pattern("layers", layers)
         # Named: `layers` may have groups of its own.
         before_layer = re.compile(layers if stacked else layers + r"(?P<layer_index>\d+)(?:/|$)")

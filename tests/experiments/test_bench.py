@@ -46,7 +46,8 @@ def bigram(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tables(config, bigram) -> None:
-    rounds, outer, facts = bench.main(config)
+    longer = ("lowcomm.inner_steps=64", "train.steps=64")  # a round that takes longer than its outer step
+    rounds, outer, facts = bench.main(configs.apply_overrides(config, longer))
     names = [row[0] for row in rounds.rows]
     assert names == [bench.OURS, bench.HAND, bench.MAP, bench.DRJAX, bench.DP, bench.MESH]
     bounds = {row[0]: row[rounds.columns.index("bound")] for row in rounds.rows}
@@ -55,7 +56,7 @@ def test_tables(config, bigram) -> None:
     assert "2 devices" in rounds.rows[-1]
     assert [row[0] for row in outer.rows] == ["mean (DiLoCo)", "svd"]
     assert outer.rows[1][-1] == 0.1
-    assert all(0 < row[4] <= 1 for row in outer.rows)
+    assert all(0 < row[4] < 1 for row in outer.rows)
     values = {row[0]: row[1] for row in facts.rows}
     assert values["compilations in 2 rounds"] == 1
     assert values["state arrays that were not donated"].startswith("0 of ")

@@ -210,16 +210,15 @@ def test_random_keys_differ_over_workers_and_steps_not_over_rounds_or_units():
     np.testing.assert_array_equal(np.moveaxis(a["loss"], 2, 1).reshape(4, 2), b["loss"])
 
 
-# Isotropisation magnifies the rounding of the weighted mean.
-@pytest.mark.parametrize(("outer", "tol"), [(diloco(0.7, 0.9), 1e-6), (isoloco(1.8, 0.8), 5e-6)])
-def test_order_of_workers_does_not_matter(outer, tol):
+@pytest.mark.parametrize("outer", [diloco(0.7, 0.9), isoloco(1.8, 0.8)])
+def test_order_of_workers_does_not_matter(outer):
     algo = LowComm(SGD, outer, H)
     weights = jnp.array([1.0, 2.0, 3.0])
     state, _ = run(algo, algo.init(PARAMS, K), BATCHES, weights=weights)
     order = np.array([2, 0, 1])
     permuted, _ = run(algo, algo.init(PARAMS, K), {n: leaf[order] for n, leaf in BATCHES.items()},
                       weights=weights[order])  # fmt: skip
-    assert_close(state.params, permuted.params, tol=tol)
+    assert_close(state.params, permuted.params, tol=1e-6)
 
 
 def linear(params, batch, key):
