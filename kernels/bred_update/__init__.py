@@ -1,0 +1,1 @@
+"""Optimizer steps on block-quantised states: codec, XLA reference and Pallas kernels."""
