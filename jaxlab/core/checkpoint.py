@@ -4,6 +4,9 @@ Layout of a step: `state` holds the leaves of the pytree under flat names (`0003
 caller's dict and a manifest of path -> dtype, shape and a checksum. The manifest names every differing path before
 orbax is asked to read anything; the checksum catches a flipped bit, which orbax returns as data. Neither depends on how
 the arrays were sharded, so a checkpoint of eight devices restores onto one.
+
+A node of the pytree with an attribute `checkpoint_meta`, a string, has it in the manifest, too: what its arrays mean,
+such as the number of bits and the seed of a quantised state. A checkpoint with another text does not fit.
 """
 
 import gc
@@ -13,7 +16,7 @@ import re
 import sys
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -313,7 +316,19 @@ def _split(state: PyTree) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
         name = f"{len(arrays):04d}.{re.sub(r'[^A-Za-z0-9_]+', '.', path)[-100:]}"
         arrays[name] = leaf
         entries[path]["name"] = name
+    for path, text in _static(state, ()):
+        entries[path] = {"leaf": text}
     return arrays, entries
+
+
+def _static(node: PyTree, keys: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
+    """(path, `checkpoint_meta`) of every node that has this text: how its arrays are to be read."""
+    text = getattr(node, "checkpoint_meta", None)
+    if isinstance(text, str):
+        yield f"{tree.path_str(keys)} (meaning)", text
+    for path, child in tree.children(node):
+        if path:
+            yield from _static(child, keys + path)
 
 
 def _target(leaf: Any) -> Any:

@@ -28,6 +28,15 @@ def map_with_path(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(lambda path, *leaves: f(path_str(path), *leaves), tree, *rest)
 
 
+def children(node: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
+    """(key path, child) of every child of a node; a leaf is its own only child, with an empty path.
+
+    >>> [path_str(path) for path, _ in children({"a": [1, 2], "b": 3})]
+    ['a', 'b']
+    """
+    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+
+
 def size(tree: PyTree) -> int:
     """Number of elements over all leaves (arrays or `jax.ShapeDtypeStruct`)."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

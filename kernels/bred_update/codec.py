@@ -109,9 +109,7 @@ class QuantSpec:
         """The values of whole blocks; `u` is what was used to encode them, and matters with dither only."""
         subtracted = u if self.rounding == "dither" else jnp.float32(0)
         codes = numerics.unpack(words, self.bits)
-        return numerics.decode(
-            codes, scale, subtracted, steps=self.steps, nonneg=self.nonneg, variance=self.variance
-        )
+        return numerics.decode(codes, scale, subtracted, steps=self.steps, nonneg=self.nonneg, variance=self.variance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +165,8 @@ class QTensor:
       spec: how it is stored, with a fixed map.
     """
 
-    codes: UInt8[Array, "*lead w"]
-    scale: Float[Array, "*lead b"]
+    codes: Any  # not annotated as arrays: tree functions put structs, shardings and placeholders here
+    scale: Any
     shape: tuple[int, ...]
     dtype: np.dtype
     spec: QuantSpec
@@ -182,6 +180,12 @@ class QTensor:
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in (self.codes, self.scale))
+
+    @property
+    def checkpoint_meta(self) -> str:
+        """What a checkpoint must agree in, beside the arrays."""
+        s = self.spec
+        return f"{s.bits} bits, block_size={s.block_size}, {s.rounding}, {s.map} map of {self.dtype}{list(self.shape)}"
 
     @property
     def layout(self) -> Layout:
@@ -230,7 +234,7 @@ def dither(
     """
     if spec.rounding != "dither":
         return jnp.zeros((*lead, blocks), jnp.float32)
-    word = numerics.stream(seed, leaf, jnp.asarray(count))
+    word = numerics.stream(seed, leaf, count)
     total = math.prod(lead) * blocks
     index = jax.lax.iota(jnp.uint32, total).reshape(*lead, blocks)
     return numerics.dither(word, index + jnp.asarray(offset, jnp.uint32))
@@ -238,7 +242,7 @@ def dither(
 
 def _element_dither(shape: tuple[int, ...], seed: int, leaf: int, count: Any, offset: Any) -> Float32[Array, "*n"]:
     """One value an element: what stochastic rounding adds."""
-    word = numerics.stream(seed, leaf, jnp.asarray(count))
+    word = numerics.stream(seed, leaf, count)
     index = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
     return numerics.dither(word, index + jnp.asarray(offset, jnp.uint32))
 
@@ -341,7 +345,7 @@ def decode(
     """
     spec = q.spec
     _check(seed, spec)
-    *lead, n = q.shape or (1,)
+    lead = q.shape[:-1]
     layout, block = q.layout, spec.block_size
     expected = (*lead, layout.bytes), (*lead, layout.blocks)
     if (q.codes.shape, q.scale.shape) != expected:

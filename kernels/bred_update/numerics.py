@@ -42,11 +42,15 @@ def lowbias32(x: UInt32[Array, "*n"]) -> UInt32[Array, "*n"]:
     return x ^ (x >> 15)
 
 
-def stream(seed: int | UInt32[Array, ""], leaf: int | UInt32[Array, ""], count: Int[Array, ""]) -> UInt32[Array, ""]:
+def stream(
+    seed: int | UInt32[Array, ""], leaf: int | UInt32[Array, ""], count: int | Int[Array, ""]
+) -> UInt32[Array, ""]:
     """The word that tells apart the dithers of different seeds, leaves and steps."""
     word = jnp.uint32(0)
     for part in (seed, leaf, count):
-        word = lowbias32((word + jnp.uint32(0x9E3779B9)) ^ jnp.asarray(part).astype(jnp.uint32))
+        # Python integers from 2^31 on do not pass through jnp.asarray.
+        part = jnp.uint32(part % 2**32) if isinstance(part, int) else jnp.asarray(part).astype(jnp.uint32)
+        word = lowbias32((word + jnp.uint32(0x9E3779B9)) ^ part)
     return word
 
 

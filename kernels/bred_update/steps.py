@@ -1,8 +1,8 @@
 """One optimizer step on whole blocks: decode, the optimizer's arithmetic, encode. Shared by XLA and Pallas.
 
-Every function takes tiles: parameters and gradients `[..., B]`, packed states `[..., w]`, scales and dithers `[..., 1]`,
-and the scalars of `Hyper`; u0 is the dither that the states were encoded with, u1 the one for the new states.
-The arithmetic is that of optax, operation by operation, so that the codes are those of the wrapped optax optimizer.
+Every function takes tiles: parameters and gradients `[..., B]`, packed states `[..., w]`, scales and dithers
+`[..., 1]`, and the scalars of `Hyper`; u0 is the dither that the states were encoded with, u1 the one for the new
+states. The arithmetic is that of optax, operation by operation, so that the codes are those of the wrapped optimizer.
 """
 
 from typing import NamedTuple

@@ -1,0 +1,1 @@
+"""optax transformations that spend less memory."""
