@@ -1,4 +1,4 @@
-"""What every language-model experiment shares: a corpus with three parts, a transformer, and its loss on windows."""
+"""What every language-model experiment shares: a corpus with three parts, a transformer, its loss, and a cell's run."""
 
 import dataclasses
 import functools
@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from jaxlab.core import sweep
+from jaxlab.core.metrics import make_writer, read_jsonl
+from jaxlab.core.train import checkpoint, evaluate, fit
 from jaxlab.data import Corpus, eval_windows, split, text
 from jaxlab.data.tokens import read_tokens
 from jaxlab.nn import transformer
@@ -86,3 +89,51 @@ def load_task(config: Any) -> Task:
     train, valid, test = split(corpus)
     windows = functools.partial(eval_windows, seq_len=config.data.seq_len, count=config.data.eval_windows)
     return Task(model, corpus.sha256, train, windows(valid), windows(test))
+
+
+def fit_cell(
+    config: Any,
+    task: Task,
+    state: PyTree,
+    step: Callable[..., Any],
+    batches: Callable[[int], PyTree],
+    *,
+    folder: Path,
+    facts: dict[str, Any],
+    key: Key[Array, ""],
+    per_call: int,
+    log_every: int,
+    progress: Any,
+    resume: str,
+) -> tuple[PyTree, list[dict[str, Any]]]:
+    """Trains one cell of a sweep from its newest checkpoint on, and evaluates `state.params` on the way.
+
+    Args:
+      config: with the group `train`: steps, eval_every and checkpoint_every (in intervals), writers.
+      task: what the model is evaluated on.
+      state: freshly initialised, with an attribute `params`; consumed.
+      step: `(state, batch, key) -> (state, metrics)`.
+      batches: number of the call -> batch.
+      folder: the cell's own.
+      facts: what a checkpoint must have been made with.
+      key: root key of the training.
+      per_call: optimizer steps in one call of `step`.
+      log_every: calls in an interval.
+      progress: the cell's part of the progress.
+      resume: the command that continues the run.
+
+    Returns:
+      The final state, and the records that hold a validation loss (`valid/loss`), on process 0.
+    """
+    t, first = config.train, jax.process_index() == 0
+    checkpointer, state, start = sweep.restore(folder, state, facts, keep=2, on_message=progress.line)
+    hooks = [evaluate(lambda s: {"loss": task.evaluate(s.params, task.valid)}, t.eval_every * log_every, "valid")]
+    if t.checkpoint_every:
+        hooks.append(checkpoint(checkpointer, t.checkpoint_every * log_every, facts))
+    kinds = dict.fromkeys(("jsonl", *t.writers)) if first else ()  # the curves are read back from the first
+    with checkpointer, make_writer(folder, tuple(kinds), resume_step=start, line=progress.line) as writer:
+        state = fit(
+            state, step, batches, steps=t.steps // per_call, key=key, start=start, log_every=log_every, hooks=hooks,
+            writer=writer, progress=progress, resume_command=resume,
+        ).state  # fmt: skip
+    return state, [r for r in (read_jsonl(folder / "metrics.jsonl") if first else []) if "valid/loss" in r]

@@ -10,8 +10,6 @@ import jax
 from jaxlab import lowcomm
 from jaxlab.core import mesh as meshes
 from jaxlab.core import prng, sweep
-from jaxlab.core.metrics import make_writer, read_jsonl
-from jaxlab.core.train import checkpoint, evaluate, fit
 from jaxlab.data import make_shards, per_worker_batch
 from jaxlab.experiments import lm
 from jaxlab.nn import transformer
@@ -69,22 +67,11 @@ def train(
         rows = shards.batch(i, batch_per_worker=batch, inner_steps=h if t.unit == "round" else None)
         return rows if mesh is None else meshes.put(rows, meshes.named(mesh, "worker"))
 
-    facts = {"corpus": task.corpus_sha256, "cell": cell.name, "settings": dict(cell.settings)}
-    checkpointer, state, start = sweep.restore(
-        folder, algo.init(init(), k, mesh=mesh), facts, keep=2, on_message=progress.line
-    )
-    every = h // scale  # calls in a round
-    hooks = [evaluate(lambda s: {"loss": task.evaluate(s.params, task.valid)}, t.eval_every * every, "valid")]
-    if t.checkpoint_every:
-        hooks.append(checkpoint(checkpointer, t.checkpoint_every * every, facts))
-    first = jax.process_index() == 0  # the only process that writes
-    kinds = dict.fromkeys(("jsonl", *t.writers)) if first else ()  # the curves are read back from the first
-    with checkpointer, make_writer(folder, tuple(kinds), resume_step=start, line=progress.line) as writer:
-        state = fit(
-            state, lambda *args: program(*args, values), batches, steps=t.steps // scale, key=run_key, start=start,
-            log_every=every, hooks=hooks, writer=writer, progress=progress, resume_command=resume,
-        ).state  # fmt: skip
-    records = [r for r in (read_jsonl(folder / "metrics.jsonl") if first else []) if "valid/loss" in r]
+    state, records = lm.fit_cell(
+        config, task, algo.init(init(), k, mesh=mesh), lambda *args: program(*args, values), batches, folder=folder,
+        facts={"corpus": task.corpus_sha256, "cell": cell.name, "settings": dict(cell.settings)}, key=run_key,
+        per_call=scale, log_every=h // scale, progress=progress, resume=resume,
+    )  # fmt: skip
     sent, tokens = bytes_sent(algo, params, k, h), t.global_batch * config.data.seq_len
     inner_steps = [r["step"] * scale for r in records]
     return sweep.CellResult(

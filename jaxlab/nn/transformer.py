@@ -103,11 +103,17 @@ class TransformerConfig:
 PRESETS: dict[str, TransformerConfig] = {
     "tiny": TransformerConfig(vocab=256, dim=64, layers=2, heads=2, kv_heads=2, ffn=256),
     "small": TransformerConfig(vocab=256, dim=256, layers=4, heads=4, kv_heads=2, ffn=704),
+    "120m": TransformerConfig(
+        vocab=32_000, dim=768, layers=10, heads=12, kv_heads=12, ffn=2048, dtype="bfloat16", scan_layers=True
+    ),
     "178m": TransformerConfig(
         vocab=32_000, dim=1024, layers=9, heads=8, kv_heads=8, ffn=2688, dtype="bfloat16", scan_layers=True
     ),
     "512m": TransformerConfig(
         vocab=32_000, dim=1536, layers=12, heads=12, kv_heads=12, ffn=5440, dtype="bfloat16", scan_layers=True
+    ),
+    "1b": TransformerConfig(
+        vocab=32_000, dim=2048, layers=22, heads=32, kv_heads=4, ffn=5632, dtype="bfloat16", scan_layers=True
     ),
 }
 

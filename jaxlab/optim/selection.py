@@ -186,7 +186,8 @@ class Plan:
         nonneg = (leaf.field in NONNEG or leaf.field in self.nonneg) and not signed
         if spec.nonneg and leaf.field in SIGNED and not nonneg:
             raise ValueError(f"map='sqrt' is for values >= 0, but {leaf.path!r} has a sign")
-        spec = spec.resolve(nonneg)
+        # The wrapper's own map is for averages with a sign; a spec for this leaf is taken as it is.
+        spec = dataclasses.replace(spec, map="sqrt") if nonneg and decision is True else spec.resolve(nonneg)
         if leaf.field in MAXIMA and spec.rounding != "nearest":
             spec = dataclasses.replace(spec, rounding="nearest")
         if decision is True and 2 * packed_bytes(leaf.shape, spec) > leaf.nbytes:

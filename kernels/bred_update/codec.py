@@ -38,7 +38,8 @@ class QuantSpec:
         as it does for momentum late in full-batch training.
       map: "linear" puts all 2^bits levels on [-s, s], with none at zero; "zero" puts one level less there, with one
         at zero; "sqrt" is for values >= 0: the square root on [0, s], debiased, with a floor that keeps every element
-        of a non-zero block above zero. "auto" takes "sqrt" for states that are known to be non-negative, else "linear".
+        of a non-zero block above zero. "auto" takes "sqrt" for states that are known to be non-negative, else "linear";
+        a wrapper takes "sqrt" for those whatever its own spec says.
       scale_dtype: "float32" or "bfloat16" (rounded up before use); float16 would underflow.
 
     Raises:
