@@ -17,9 +17,9 @@ VARIANTS = ("tiny", "decay", "ablation", "finetune", "tune", "paper120m", "paper
 GRIDS = (
     ("adamw", (2e-3, 4e-3, 8e-3, 1.6e-2), (0.95,)),
     ("muon", (1e-2, 2e-2, 4e-2, 8e-2), (0.95,)),
-    ("lion", (5e-4, 1e-3, 2e-3, 4e-3), (0.98, 0.99)),
-    ("sgdm", (0.05, 0.1, 0.2, 0.4, 0.8), (0.9, 0.95)),
-    ("ademamix", (2e-3, 4e-3, 8e-3), (0.99, 0.999)),
+    ("lion", (1e-3, 2e-3, 4e-3), (0.99,)),
+    ("sgdm", (3.2, 6.4, 12.8, 25.6), (0.9,)),
+    ("ademamix", (2e-3, 4e-3, 8e-3, 1.6e-2), (0.999,)),
 )
 
 
@@ -47,7 +47,7 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     c.train.batch = 16  # windows a step
     c.train.warmup = 0.1  # share of the steps in which the learning rate rises from 0.1 of its peak
     c.train.final_lr = 0.1  # learning rate at the end, as a share of the peak (cosine)
-    c.train.weight_decay = 0.1  # decoupled, on all parameters
+    c.train.weight_decay = 0.1  # decoupled, on all parameters; SGD has none
     c.train.clip = 1.0  # global norm of the gradients
     c.train.eval_every = 1  # intervals of 50 steps between evaluations on the validation part
     c.train.checkpoint_every = 4  # intervals of 50 steps between checkpoints; 0 for none
@@ -65,15 +65,15 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     c.finetune.steps = 200  # optimizer steps after the checkpoint
     c.finetune.lr = 0.25  # peak learning rate after the checkpoint, as a share of the one before
 
-    # (learning rate, decay) of every optimizer, tuned in full precision on the validation part with another seed. The
-    # decay is that of the average a method is known for: b2 of AdamW and Lion, the momentum of Muon and SGD, the slow
-    # one of AdEMAMix.
+    # (learning rate, decay) of every optimizer: decays in common use, learning rates tuned for them in full precision
+    # on the validation part with another seed. The decay is b2 of AdamW and Lion, the momentum of Muon and SGD, and b3
+    # of AdEMAMix.
     c.settings = ConfigDict()
     c.settings.adamw = (8e-3, 0.95)  # b1 = 0.9
     c.settings.muon = (4e-2, 0.95)  # matrices of the layers; everything else with AdamW at `adamw`'s setting
     c.settings.lion = (2e-3, 0.99)  # b1 = 0.9
-    c.settings.sgdm = (0.2, 0.9)  # the learning rate is that of plain SGD: the step is (1 - decay) times the momentum
-    c.settings.ademamix = (4e-3, 0.99)  # b1 = 0.9, b2 = 0.95, alpha = 5
+    c.settings.sgdm = (6.4, 0.9)  # the learning rate is that of plain SGD: a step is (1 - decay) times the trace
+    c.settings.ademamix = (8e-3, 0.999)  # b1 = 0.9, b2 = 0.95, alpha = 5
     c.settings.decay = config_dict.placeholder(float)  # decay for all optimizers
 
     c.sweep = ConfigDict()
@@ -119,7 +119,7 @@ def _paper(c: ConfigDict, variant: str) -> None:
     c.settings.adamw = (1e-3, 0.95) if small else (4e-4, 0.95)
     c.settings.muon = (2e-2, 0.95)
     c.settings.lion = (1e-4, 0.99)
-    c.settings.sgdm = (0.1, 0.9)
+    c.settings.sgdm = (1.0, 0.9)
     c.settings.ademamix = (1e-3, 0.999)
     if not small:
         c.optimizers = ("adamw", "muon")

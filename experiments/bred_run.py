@@ -72,7 +72,8 @@ def optimizer(config: Any, name: str, lr: Any, decay: float, steps: int, stacked
     elif name == "sgdm":
         # The trace sums to 1 / (1 - decay) times the average: one learning rate serves all decays.
         momentum = optax.chain(optax.trace(decay), optax.scale(1 - decay))
-        tx = optax.chain(momentum, optax.add_decayed_weights(wd), optax.scale_by_learning_rate(schedule))
+        # No weight decay: at learning rates a hundred times those of AdamW it would erase the weights.
+        tx = optax.chain(momentum, optax.scale_by_learning_rate(schedule))
     elif name == "ademamix":
         tx = contrib.ademamix(schedule, b1=0.9, b2=0.95, b3=decay, alpha=5.0, weight_decay=wd)
     else:

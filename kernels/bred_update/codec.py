@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, UInt8, UInt32
+from jaxtyping import Array, Float, Float32, Int, Shaped, UInt8, UInt32
 
 from jaxlab.kernels.bred_update import numerics
 
@@ -261,7 +261,7 @@ def leaf_id(name: str) -> int:
 
 
 def encode(
-    x: Float[Array, "*n"],
+    x: Shaped[Array, "*n"],
     spec: QuantSpec,
     *,
     seed: int = 0,

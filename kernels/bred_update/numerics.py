@@ -16,6 +16,7 @@ Pallas code therefore give the same codes and the same decoded values.
 
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def dither(word: UInt32[Array, "*w"], index: UInt32[Array, "*n"]) -> Float32[Arr
     return top.astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-16) - jnp.float32(0.5)
 
 
-def round_up(scale: Float32[Array, "*n"], dtype: jnp.dtype) -> Float32[Array, "*n"]:
+def round_up(scale: Float32[Array, "*n"], dtype: Any) -> Float32[Array, "*n"]:
     """The smallest number of `dtype` (float32 or bfloat16) that is not below a scale >= 0, as float32."""
     if jnp.dtype(dtype) == jnp.float32:
         return scale
@@ -81,7 +82,7 @@ def encode(
     *,
     steps: int,
     nonneg: bool,
-    scale_dtype: jnp.dtype = jnp.float32,
+    scale_dtype: Any = jnp.float32,
 ) -> tuple[Int32[Array, "*n B"], Float32[Array, "*n 1"]]:
     """Codes 0 .. `steps` and the scale of every block.
 
@@ -96,16 +97,33 @@ def encode(
       `(codes, scale)`; the scale of a block with a NaN or an infinity is NaN, and its codes are meaningless.
     """
     x = jnp.sqrt(x) if nonneg else x
-    scale = jnp.max(x if nonneg else jnp.abs(x), axis=-1, keepdims=True)
-    scale = jnp.where(scale < jnp.float32(TINY), jnp.float32(0), scale)
-    scale = round_up(scale, scale_dtype)
-    scale = jnp.where(scale < jnp.inf, scale, jnp.float32(jnp.nan))
-    half = jnp.float32(0 if nonneg else steps / 2)
-    safe = jnp.where(scale > 0, scale, jnp.float32(jnp.inf))
-    per_step = jnp.float32(steps if nonneg else steps / 2) / safe
-    y = jnp.clip(x * per_step, -half, jnp.float32(steps) - half)
+    peak = jnp.max(x if nonneg else jnp.abs(x), axis=-1, keepdims=True)
+    scale = block_scale(peak, scale_dtype)
+    return place(x, scale, u, steps=steps, nonneg=nonneg).astype(jnp.int32), scale
+
+
+def block_scale(peak: Float32[Array, "*n"], dtype: Any = jnp.float32) -> Float32[Array, "*n"]:
+    """The scale of blocks whose largest absolute value (or root) is `peak`: 0 for tiny ones, NaN where not finite."""
+    scale = jnp.where(peak < jnp.float32(TINY), jnp.float32(0), peak)
+    scale = round_up(scale, dtype)
+    return jnp.where(scale < jnp.inf, scale, jnp.float32(jnp.nan))
+
+
+def place(
+    x: Float32[Array, "*n"], scale: Float32[Array, "*s"], u: Float32[Array, "*m"], *, steps: int, nonneg: bool
+) -> Float32[Array, "*n"]:
+    """Where values (or, where `nonneg`, roots) lie on the dithered lattice: z in [0, steps + 1), with the code floor(z).
+
+    `scale` and `u` broadcast against x.
+    """
+    # Constants all: Pallas cannot lower the negation of one for Triton.
+    low, half, high = (jnp.float32(k) for k in ((0, 0, steps) if nonneg else (-steps / 2, steps / 2, steps / 2)))
+    per_step = high / jnp.where(scale > 0, scale, jnp.float32(jnp.inf))
+    y = x * per_step
+    # A root is not below 0; the clip at the other end parts the product from the sum all the same.
+    y = jnp.minimum(y, high) if nonneg else jnp.clip(y, low, high)
     # Truncation is floor here: the sum is not negative, and below steps + 1 because u + 1/2 <= 1 - 2^-16.
-    return (y + (u + (half + jnp.float32(0.5)))).astype(jnp.int32), scale
+    return y + (u + (half + jnp.float32(0.5)))
 
 
 def decode(
@@ -132,12 +150,13 @@ def decode(
     """
     scale = scale.astype(jnp.float32)
     if nonneg:
-        w = jnp.clip(codes.astype(jnp.float32) - u, jnp.float32(0), jnp.float32(steps))
+        # Below 0 the clip at 0 would change nothing: there w^2 <= 1/4, and the floor decides.
+        w = jnp.minimum(codes.astype(jnp.float32) - u, jnp.float32(steps))
         step = scale * jnp.float32(1 / steps)
         floor = jnp.float32(0.25 + variance)
         return (step * step) * (jnp.maximum(w * w, floor) - jnp.float32(variance))
     half = jnp.float32(steps / 2)
-    w = jnp.clip(codes.astype(jnp.float32) - (u + half), -half, half)
+    w = jnp.clip(codes.astype(jnp.float32) - (u + half), jnp.float32(-steps / 2), half)
     return w * (scale * jnp.float32(2 / steps))
 
 

@@ -51,6 +51,28 @@ class Moment(NamedTuple):
 Dithers = tuple[Float32[Array, "*n 1"], Float32[Array, "*n 1"]]  # (u0, u1)
 
 
+def zero_of(scale: Float[Array, "*n"]) -> Float32[Array, "*n"]:
+    """The number 0 for every block, in a form that no compiler knows to be 0; NaN where the scale is."""
+    return jnp.minimum(scale.astype(jnp.float32), jnp.float32(0))
+
+
+def average(
+    decay: Float[Array, ""] | float, new: Float32[Array, "*n"], old: Float32[Array, "*n"], zero: Float32[Array, "*m"]
+) -> Float32[Array, "*n"]:
+    """decay old + (1 - decay) new, with both products rounded, as they are in a program that does one operation a time.
+
+    Args:
+      decay: b.
+      new: what enters the average.
+      old: the average before, decoded.
+      zero: `zero_of` the scale of `old`. A product plus an unknown 0 is the product, rounded once, fused or not.
+
+    Returns:
+      The average.
+    """
+    return ((1 - decay) * new + zero) + (decay * old + zero)
+
+
 def adamw(
     p: Float[Array, "*n B"],
     g: Float[Array, "*n B"],
@@ -63,8 +85,8 @@ def adamw(
     """AdamW: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + wd p)."""
     (m0, m1), (v0, v1) = dithers
     g32, p32 = g.astype(jnp.float32), p.astype(jnp.float32)
-    m = (1 - h.b1) * g32 + h.b1 * specs[0].decode_block(*mu, m0)
-    v = (1 - h.b2) * (g32 * g32) + h.b2 * specs[1].decode_block(*nu, v0)
+    m = average(h.b1, g32, specs[0].decode_block(*mu, m0), zero_of(mu.scale))
+    v = average(h.b2, g32 * g32, specs[1].decode_block(*nu, v0), zero_of(nu.scale))
     direction = (m / h.correction1) / (jnp.sqrt(v / h.correction2 + h.eps_root) + h.eps)
     new_p = p32 - h.lr * (direction + h.weight_decay * p32)
     return new_p.astype(p.dtype), Moment(*specs[0].encode_block(m, m1)), Moment(*specs[1].encode_block(v, v1))
@@ -76,9 +98,9 @@ def lion(
     """Lion: p -= lr (sign(b1 m + (1 - b1) g) + wd p), m = b2 m + (1 - b2) g."""
     u0, u1 = dithers
     g32, p32 = g.astype(jnp.float32), p.astype(jnp.float32)
-    old = spec.decode_block(*mu, u0)
-    direction = jnp.sign((1 - h.b1) * g32 + h.b1 * old)
-    m = (1 - h.b2) * g32 + h.b2 * old
+    old, zero = spec.decode_block(*mu, u0), zero_of(mu.scale)
+    direction = jnp.sign(average(h.b1, g32, old, zero))
+    m = average(h.b2, g32, old, zero)
     new_p = p32 - h.lr * (direction + h.weight_decay * p32)
     return new_p.astype(p.dtype), Moment(*spec.encode_block(m, u1))
 
@@ -96,6 +118,6 @@ def sgdm(
     """SGD with momentum: t = g + b1 t, p -= lr t, or p -= lr (g + b1 t) with Nesterov's."""
     u0, u1 = dithers
     g32, p32 = g.astype(jnp.float32), p.astype(jnp.float32)
-    t = g32 + h.b1 * spec.decode_block(*trace, u0)
+    t = g32 + (h.b1 * spec.decode_block(*trace, u0) + zero_of(trace.scale))
     direction = g32 + h.b1 * t if nesterov else t
     return (p32 - h.lr * direction).astype(p.dtype), Moment(*spec.encode_block(t, u1))
