@@ -191,7 +191,7 @@ def test_steady_state_variance_of_an_average(beta):
 
 
 def test_undebiased_squares_drift():
-    """Without the subtraction a square settles step^2 / 12 times beta / (1 - beta) too high; with it, where it should."""
+    """Without the subtraction a square settles step^2 / 12 times beta / (1 - beta) too high; with it, it does not."""
     spec, beta, n = bred.QuantSpec(block_size=8, map="sqrt"), 0.95, 2000
     roots = np.array([1.0, 0.8, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35])
     target = jnp.tile(jnp.asarray(roots**2, jnp.float32), (n, 1))
