@@ -25,7 +25,6 @@ GRIDS = (
 def get_config(variant: str = "tiny") -> ConfigDict:
     """The config of one variant."""
     c = ConfigDict()
-    c.variant = variant  # name of this variant
     c.methods = ("dp", "diloco", "diloco_sgd", "diloco_sgd_isoc", "isoloco")  # what is compared, in this order
     c.seeds = (0,)  # one run of every method a seed: initial parameters and order of the data
 
@@ -61,6 +60,7 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     c.lowcomm.mix = 0.0  # share of the local parameters kept at the application
     c.lowcomm.compress = "none"  # how pseudo-gradients are sent: none, int8, int4 or e3m0
     c.lowcomm.isotropize = "svd"  # how Iso-C is computed: svd, newton_schulz (accelerators) or qdwh
+    c.lowcomm.state_bits = 32  # bits of the inner optimizer's averages: 32, or 8, 4 or 3 with block replay dithering
     c.lowcomm.devices = 0  # devices on the worker axis of the mesh; 0 takes as many as divide K
 
     c.sweep = ConfigDict()

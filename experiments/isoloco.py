@@ -20,6 +20,7 @@ from jaxlab.core.report import Result
 from jaxlab.data import make_shards
 from jaxlab.experiments import lm, lowcomm_check, lowcomm_report, lowcomm_run
 from jaxlab.nn import transformer
+from jaxlab.optim import bred
 
 METHODS = {
     "dp": "data-parallel AdamW",
@@ -40,6 +41,8 @@ def algorithm(config: Any, cell: sweep.Cell, params: Any, values: Any = None) ->
     shape = optax.warmup_cosine_decay_schedule(0.1, 1.0, warmup, t.steps, t.final_lr)
     adamw = optax.adamw(lambda step: lr * shape(step), b1=0.9, b2=0.95, weight_decay=t.weight_decay)
     inner = optax.chain(optax.clip_by_global_norm(t.clip), adamw)
+    if c.state_bits != 32:
+        inner = bred.quantize_state(inner, bred.QuantSpec(c.state_bits))
     if method == "dp":
         return lowcomm.DataParallel(inner)
     model = lm.model_config(config)

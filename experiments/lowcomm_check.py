@@ -11,6 +11,7 @@ from jaxlab.data import per_worker_batch
 from jaxlab.experiments import lowcomm_run
 
 UNITS = ("round", "step")
+STATE_BITS = (32, 8, 4, 3)
 
 
 def whole(config: Any, methods: Collection[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -38,6 +39,8 @@ def whole(config: Any, methods: Collection[str]) -> tuple[tuple[int, ...], tuple
     _train(config.train)
     if config.lowcomm.fragments < 1:
         raise ValueError(f"lowcomm.fragments must be >= 1, got {config.lowcomm.fragments}")
+    if config.lowcomm.state_bits not in STATE_BITS:
+        raise ValueError(f"lowcomm.state_bits must be one of {STATE_BITS}, got {config.lowcomm.state_bits}")
     if config.grid:
         _grid(config.grid, config.methods)
     return ks, hs

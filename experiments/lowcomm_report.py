@@ -66,7 +66,7 @@ def result(config: Any, cells: Sequence[sweep.Cell], results: Sequence[sweep.Cel
         columns = ["difference (above 0: the merging method is better)", "K", "H", "nats", "SEM", "seeds"]
         tables.append(Table("Gap to the averaging method", [*columns, ">= 0.1 nats and > 2 SEM"], gaps))
     return Result(
-        f"Low-communication training, {config.variant}",
+        "Low-communication training",
         summary,
         sweep.rows(cells, results),
         tables,

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jaxlab.core import prng, tree
+from jaxlab.kernels.bred_update.codec import is_quantized
 from jaxlab.lowcomm import checks, merging
 from jaxlab.lowcomm.compression import Compression
 from jaxlab.lowcomm.streaming import Fragments, Schedule
@@ -528,4 +529,14 @@ def _check_axis(mesh: Mesh, axis: str, workers: int) -> None:
 
 def _state_specs(tx: optax.GradientTransformation, state: PyTree, specs: PyTree) -> PyTree:
     """Partition specs of an optimizer state: those of the parameters where it mirrors them, none elsewhere."""
-    return optax.tree.map_params(tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: PartitionSpec())
+
+    def place(x: Any, spec: PartitionSpec) -> Any:
+        if not is_quantized(x):
+            return spec
+        # A block of the last axis must not span devices; all other axes are those of the parameter.
+        lead = PartitionSpec(*spec[: len(x.shape) - 1])
+        return jax.tree.map(lambda _: lead, x)
+
+    return optax.tree.map_params(
+        tx, place, state, specs, transform_non_params=lambda _: PartitionSpec(), is_leaf=is_quantized
+    )
