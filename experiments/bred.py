@@ -93,7 +93,7 @@ def _load(config: Any, folder: Path) -> Any:
     """The parameters in the newest checkpoint of a cell of this experiment that was trained in full precision."""
     model = lm.model_config(config)
     params = transformer.init(model, jax.random.key(0))
-    exact = bred_run.optimizer(config, "adamw", 1.0, config.settings.adamw[1], 1, model.scan_layers)
+    exact = bred_run.optimizer(config, "adamw", 1.0, config.settings.adamw[1], 2, model.scan_layers)
     like = bred_run.TrainState(params, jax.eval_shape(exact.init, params), ())
     if not (folder / "checkpoints").is_dir():
         raise CheckpointError(f"finetune.checkpoint: {folder} is no cell with checkpoints")
