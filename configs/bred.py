@@ -93,6 +93,7 @@ def get_config(variant: str = "tiny") -> ConfigDict:
         c.optimizers = ("adamw", "muon")
         c.storages = ("fp32", "bred4", "bred3")
         c.finetune.group = "asyncio"
+        c.data.eval_windows = 256  # a package is small
     elif variant == "tune":
         c.storages = ("fp32",)
         c.grid = GRIDS

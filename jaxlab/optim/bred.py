@@ -45,6 +45,7 @@ from optax import contrib
 from jaxlab.kernels.bred_update import codec
 from jaxlab.kernels.bred_update.codec import QTensor, QuantSpec, decode, dither, encode, is_quantized, leaf_id
 from jaxlab.kernels.bred_update.numerics import pack, unpack
+from jaxlab.optim import fused
 from jaxlab.optim.quantize import (
     QuantizedState,
     StateBytes,
@@ -75,6 +76,7 @@ __all__ = [
     "dequantize",
     "dither",
     "encode",
+    "fused",
     "is_quantized",
     "leaf_id",
     "lion",

@@ -97,9 +97,18 @@ def encode(
       `(codes, scale)`; the scale of a block with a NaN or an infinity is NaN, and its codes are meaningless.
     """
     x = jnp.sqrt(x) if nonneg else x
-    peak = jnp.max(x if nonneg else jnp.abs(x), axis=-1, keepdims=True)
-    scale = block_scale(peak, scale_dtype)
+    scale = block_scale(jnp.max(magnitude(x), axis=-1, keepdims=True), scale_dtype)
     return place(x, scale, u, steps=steps, nonneg=nonneg).astype(jnp.int32), scale
+
+
+def magnitude(x: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
+    """|x|, and infinity for NaN, which the maximum over an axis passes over on some backends, XLA for CPUs among them.
+
+    >>> magnitude(jnp.array([-1.0, jnp.nan])).tolist()
+    [1.0, inf]
+    """
+    x = jnp.abs(x)
+    return jnp.where(x < jnp.inf, x, jnp.float32(jnp.inf))
 
 
 def block_scale(peak: Float32[Array, "*n"], dtype: Any = jnp.float32) -> Float32[Array, "*n"]:
@@ -112,9 +121,9 @@ def block_scale(peak: Float32[Array, "*n"], dtype: Any = jnp.float32) -> Float32
 def place(
     x: Float32[Array, "*n"], scale: Float32[Array, "*s"], u: Float32[Array, "*m"], *, steps: int, nonneg: bool
 ) -> Float32[Array, "*n"]:
-    """Where values (or, where `nonneg`, roots) lie on the dithered lattice: z in [0, steps + 1), with the code floor(z).
+    """Where values lie on the dithered lattice: z in [0, steps + 1), with the code floor(z).
 
-    `scale` and `u` broadcast against x.
+    x holds roots where `nonneg`; `scale` and `u` broadcast against it.
     """
     # Constants all: Pallas cannot lower the negation of one for Triton.
     low, half, high = (jnp.float32(k) for k in ((0, 0, steps) if nonneg else (-steps / 2, steps / 2, steps / 2)))
@@ -128,7 +137,7 @@ def place(
 
 def decode(
     codes: Int32[Array, "*n B"],
-    scale: Float[Array, "*n 1"],
+    scale: Float[Array, "*s 1"],
     u: Float32[Array, "*m"],
     *,
     steps: int,
@@ -152,7 +161,8 @@ def decode(
     if nonneg:
         # Below 0 the clip at 0 would change nothing: there w^2 <= 1/4, and the floor decides.
         w = jnp.minimum(codes.astype(jnp.float32) - u, jnp.float32(steps))
-        step = scale * jnp.float32(1 / steps)
+        # Without the maximum, XLA would square the scale of a single block before the product.
+        step = jnp.maximum(scale * jnp.float32(1 / steps), jnp.float32(0))
         floor = jnp.float32(0.25 + variance)
         return (step * step) * (jnp.maximum(w * w, floor) - jnp.float32(variance))
     half = jnp.float32(steps / 2)

@@ -2,22 +2,23 @@
 
 States are decoded, updated and encoded in chunks of at most `CHUNK` elements, in place where the arguments are donated:
 a float32 state exists for one chunk only. The codes and scales are, bit for bit, those of `codec.decode`, `steps` and
-`codec.encode` on the whole leaf. What makes it fast on a CPU:
+`codec.encode` on the whole leaf. What makes it fast on a CPU, where this is the default:
 
-- Blocks are seen in parts, `[blocks, 2, B/2]` at 4 bits: the parts that share a byte are an axis of their own, so that
+- Blocks are unpacked as `[blocks, 2, B/2]` at 4 bits: the parts that share a byte are an axis of their own, so that
   unpacking is a broadcast and a shift, packing an "or" of two slices, and the innermost loop runs along the elements.
-- A chunk takes two stages. The first computes the new averages into buffers that stay in the cache. Without the
-  boundary XLA would compute them again for every reader, and copy the codes that are read and written in one loop.
-  XLA for CPUs drops `optimization_barrier` before it fuses; a branch on something it cannot know does bound the stages.
-- Kernels over a large chunk are split over all cores; small chunks would lose more in starting them.
-- Roots are taken once: they are what is encoded, and sqrt(v / c) = sqrt(v) / sqrt(c). For `eps_root` other than 0 the
+- A chunk takes two stages. The first computes the new averages into buffers. Without the boundary XLA would compute
+  them again for every reader, and copy codes that one loop reads and writes. XLA for CPUs drops `optimization_barrier`
+  before it fuses; a branch on something that it cannot know bounds the stages.
+- Most kernels over a large chunk are split over the cores, and those that are not run beside each other. Small chunks
+  would lose more in starting kernels than they gain in the cache.
+- Roots are taken once: they are what is encoded, and sqrt(v / c) = sqrt(v) / sqrt(c). Where `eps_root` is not 0, the
   second moment itself is kept, and its root taken twice.
-- The largest absolute value of a block is found among the bits of its elements, as integers, which have one order.
+- The largest absolute value of a block is found among the bits of its elements, as integers, and codes are read from
+  the bits of a sum: maxima and conversions of float32 come with checks.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -26,14 +27,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32, UInt8, UInt32
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped, UInt8, UInt32
 
-from jaxlab.kernels.bred_update import codec, numerics, steps
+from jaxlab.kernels.bred_update import numerics, steps
 from jaxlab.kernels.bred_update.codec import QTensor, QuantSpec
 
 Word = int | Int[Array, ""] | UInt32[Array, ""]
-CHUNK = 2**19  # elements: the float32 buffers of a chunk take 8 bytes an element
-PLANES = {8: ((8, 0),), 4: ((4, 0),), 3: ((2, 0), (1, 2))}  # bits -> (bits, lowest bit) of the planes that pack writes
+CHUNK = 2**20  # elements that are updated at a time
+MEMORY = 9e6  # bytes that their buffers may take; with more buffers an element, chunks are smaller
+PARTS = {8: 1, 4: 2, 3: 4}  # bits -> parts of a block, whose elements share words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,6 @@ class _Part:
       stride: elements from one block to the next.
       length: elements of each.
       row: elements of a row.
-      axes: number of axes of size 2 that a block is seen with.
     """
 
     rows: int
@@ -58,17 +59,11 @@ class _Part:
     stride: int
     length: int
     row: int
-    axes: int
 
     @property
     def size(self) -> int:
         """Elements that are packed: a multiple of 8."""
         return -(-self.length // 8) * 8
-
-    @property
-    def view(self) -> tuple[int, ...]:
-        """Shape of a block."""
-        return (2,) * self.axes + (self.size >> self.axes,)
 
     @property
     def flat(self) -> bool:
@@ -93,23 +88,17 @@ class _Tiles(NamedTuple):
     blocks: int
 
 
-def _axes(bits: int) -> int:
-    """Base-2 logarithm of the largest number of codes that share a byte."""
-    return max(int(math.log2(8 // width)) for width, _ in PLANES[bits])
-
-
-def _parts(shape: tuple[int, ...], specs: Sequence[QuantSpec]) -> list[_Part]:
+def _parts(shape: tuple[int, ...], block: int) -> list[_Part]:
     *lead, n = shape or (1,)
-    rows, block = math.prod(lead), specs[0].block_size
-    axes = max(_axes(spec.bits) for spec in specs)
+    rows = math.prod(lead)
     full, tail = divmod(n, block)
     blocks = full + (tail > 0)
     if blocks == 1 and n % 8 == 0:
-        return [_Part(1, rows, 0, rows, n, n, rows * n, axes)]
+        return [_Part(1, rows, 0, rows, n, n, rows * n)]
     if not tail:
-        return [_Part(1, rows * full, 0, rows * full, block, block, rows * n, axes)]
-    short = _Part(rows, blocks, full, 1, block, tail, n, axes)
-    return [_Part(rows, blocks, 0, full, block, block, n, axes), short] if full else [short]
+        return [_Part(1, rows * full, 0, rows * full, block, block, rows * n)]
+    short = _Part(rows, blocks, full, 1, block, tail, n)
+    return [_Part(rows, blocks, 0, full, block, block, n), short] if full else [short]
 
 
 def _fit(n: int, limit: int) -> int:
@@ -130,8 +119,18 @@ def _tiles(rows: int, blocks: int, limit: int, row: int = 0, block: int = 0) -> 
         yield from _tiles(rows % high, blocks, limit, row + rows // high * high, block)
 
 
+def _stored(x: Float[Array, "..."]) -> Array:
+    """The array, or its bits where its numbers have 16: XLA for CPUs would update those in float32, all of them."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def _loaded(x: Array, dtype: Any) -> Array:
+    """The numbers of `dtype` that `_stored` gave."""
+    return jax.lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x
+
+
 class _Window:
-    """One tile of a leaf: reads and writes its blocks as `[blocks, ...]`."""
+    """One tile of a leaf: reads and writes its blocks as `[blocks, ...]`, parameters and scales as `_stored`."""
 
     def __init__(self, part: _Part, tiles: _Tiles, number: Any):
         down, across = (number, 0) if tiles.across == 1 else (0, number)
@@ -148,33 +147,35 @@ class _Window:
     def _corner(self, first: int, stride: int) -> tuple[Any, Any]:
         return self.row, first + self.block * stride
 
-    def elements(self, x: Float[Array, "..."]) -> Float32[Array, "n *view"]:
+    def elements(self, x: Array, dtype: Any) -> Float32[Array, "n b"]:
         """Of parameters or gradient, zeros behind the last of a short block."""
         part = self.part
         if part.flat:
-            return jax.lax.dynamic_slice_in_dim(x, self.block, self.blocks).astype(jnp.float32)
+            return _loaded(jax.lax.dynamic_slice_in_dim(x, self.block, self.blocks), dtype).astype(jnp.float32)
         corner = self._corner(part.first * part.stride, part.stride)
-        rows = jax.lax.dynamic_slice(x, corner, (self.rows, self.blocks * part.length)).astype(jnp.float32)
-        rows = jnp.pad(rows.reshape(self.count, part.length), ((0, 0), (0, part.size - part.length)))
-        return rows.reshape(self.count, *part.view)
+        rows = jax.lax.dynamic_slice(x, corner, (self.rows, self.blocks * part.length))
+        rows = _loaded(rows, dtype).astype(jnp.float32).reshape(self.count, part.length)
+        return jnp.pad(rows, ((0, 0), (0, part.size - part.length)))
 
-    def write_elements(self, x: Float[Array, "..."], new: Float32[Array, "n *view"]) -> Float[Array, "..."]:
+    def write_elements(self, x: Array, new: Float32[Array, "n b"], dtype: Any) -> Array:
         """The parameters with these blocks replaced."""
-        part, new = self.part, new.astype(x.dtype)
+        part, new = self.part, _stored(new.astype(dtype))
         if part.flat:
             return jax.lax.dynamic_update_slice_in_dim(x, new, self.block, 0)
-        new = new.reshape(self.count, part.size)[:, : part.length].reshape(self.rows, -1)
+        new = new[:, : part.length].reshape(self.rows, -1)
         return jax.lax.dynamic_update_slice(x, new, self._corner(part.first * part.stride, part.stride))
 
-    def scale(self, x: Float[Array, "..."]) -> Float[Array, "n"]:
+    def scale(self, x: Array, dtype: Any) -> Float32[Array, "n 1"]:
         """Of the blocks."""
         if self.part.flat:
-            return jax.lax.dynamic_slice_in_dim(x, self.block, self.blocks)
-        return jax.lax.dynamic_slice(x, self._corner(self.part.first, 1), (self.rows, self.blocks)).reshape(-1)
+            x = jax.lax.dynamic_slice_in_dim(x, self.block, self.blocks)
+        else:
+            x = jax.lax.dynamic_slice(x, self._corner(self.part.first, 1), (self.rows, self.blocks)).reshape(-1)
+        return _loaded(x, dtype).astype(jnp.float32)[:, None]
 
-    def write_scale(self, x: Float[Array, "..."], new: Float32[Array, "n"]) -> Float[Array, "..."]:
+    def write_scale(self, x: Array, new: Float32[Array, "n 1"], dtype: Any) -> Array:
         """The scales with those of the blocks replaced."""
-        new = new.astype(x.dtype)
+        new = _stored(new[:, 0].astype(dtype))
         if self.part.flat:
             return jax.lax.dynamic_update_slice_in_dim(x, new, self.block, 0)
         return jax.lax.dynamic_update_slice(x, new.reshape(self.rows, -1), self._corner(self.part.first, 1))
@@ -202,64 +203,80 @@ class _Window:
             place += plane.shape[1]
         return x
 
-    def dither(self, spec: QuantSpec, word: UInt32[Array, ""], encode: bool) -> Float32[Array, "n *m"]:
-        """u of the blocks; for stochastic rounding one an element to encode with."""
+    def dither(self, spec: QuantSpec, word: UInt32[Array, ""], encode: bool) -> Float32[Array, "n m"]:
+        """u of the blocks, m = 1; for stochastic rounding one an element to encode with."""
         part = self.part
         if spec.rounding == "nearest" or (spec.rounding == "stochastic" and not encode):
-            return jnp.zeros((self.count,), jnp.float32)
+            return jnp.zeros((self.count, 1), jnp.float32)
         row = jax.lax.iota(jnp.uint32, self.rows) + jnp.asarray(self.row, jnp.uint32)
         place = jax.lax.iota(jnp.uint32, self.blocks) + jnp.asarray(part.first + self.block, jnp.uint32)
         if spec.rounding == "dither":
             index = (row * jnp.uint32(part.row_blocks))[:, None] + place
-            return numerics.dither(word, index.reshape(self.count))
+            return numerics.dither(word, index.reshape(-1, 1))
         start = (row * jnp.uint32(part.row))[:, None] + place * jnp.uint32(part.stride)
-        index = start.reshape(-1, 1) + jax.lax.iota(jnp.uint32, part.size)
-        u = numerics.dither(word, index).reshape(self.count, *part.view)
-        return u if self.exists is None else jnp.where(self.exists, u, jnp.float32(0))
+        return self.masked(numerics.dither(word, start.reshape(-1, 1) + jax.lax.iota(jnp.uint32, part.size)))
 
-    @property
-    def exists(self) -> np.ndarray | None:
-        """Which elements of a block do; None for all."""
+    def masked(self, x: Float32[Array, "n b"]) -> Float32[Array, "n b"]:
+        """Zeros where a short block has no element."""
         if self.part.length == self.part.size:
-            return None
-        return (np.arange(self.part.size) < self.part.length).reshape(self.part.view)
-
-    def per_block(self, x: Float32[Array, "n *m"]) -> Float32[Array, "n ..."]:
-        """One number a block, in a form that broadcasts against elements."""
-        return x.reshape(self.count, *(1,) * (self.part.axes + 1)) if x.ndim == 1 else x
-
-    def unpack(self, words: UInt8[Array, "n w"], bits: int) -> Int32[Array, "n *view"]:
-        """The codes: `numerics.unpack`, seen in parts."""
-        view, at, codes = self.part.view, 0, []
-        for width, low in PLANES[bits]:
-            shared, size = int(math.log2(8 // width)), self.part.size * width // 8
-            shape = (1,) * shared + view[shared:]
-            plane = words[:, at : at + size].astype(jnp.int32).reshape(self.count, *shape)
-            shift = np.arange(8 // width, dtype=np.int32).reshape(*(2,) * shared, *(1,) * (len(view) - shared)) * width
-            codes.append(((plane >> shift) & ((1 << width) - 1)) << low)
-            at += size
-        return functools.reduce(operator.or_, codes)
-
-    def pack(self, codes: Int32[Array, "n *view"], bits: int) -> list[UInt8[Array, "n _"]]:
-        """The planes that `numerics.pack` puts one behind the other."""
-        planes = []
-        for width, low in PLANES[bits]:
-            plane, shared = (codes >> low if low else codes) & ((1 << width) - 1), int(math.log2(8 // width))
-            parts = [plane[(slice(None), *index)] for index in itertools.product((0, 1), repeat=shared)]
-            words = functools.reduce(operator.or_, (x << (width * i) if i else x for i, x in enumerate(parts)))
-            planes.append(words.reshape(self.count, -1).astype(jnp.uint8))
-        return planes
+            return x
+        return jnp.where(np.arange(self.part.size) < self.part.length, x, jnp.float32(0))
 
 
-def _peak(x: Float32[Array, "n *view"]) -> Float32[Array, "n"]:
+def _high(words: UInt8[Array, "n w"]) -> UInt8[Array, "n 2 w/3"]:
+    """The high bits of 3-bit codes, twice: as long as the part of the words with the low bits.
+
+    Only a copy: XLA vectorises copies and arithmetic along 8 elements or more, not both in one kernel.
+    """
+    size = words.shape[1] // 3
+    return jnp.broadcast_to(words[:, None, 2 * size :], (words.shape[0], 2, size))
+
+
+def _unpack(words: UInt8[Array, "n w"], high: UInt8[Array, "n 2 w/3"] | None, bits: int) -> Int32[Array, "n q p"]:
+    """The codes that `numerics.pack` packed, the parts of a block as an axis; `high` for 3 bits."""
+    if high is not None:
+        size = words.shape[1] // 3 * 2
+        shift = 2 * np.arange(4, dtype=np.int32)[:, None]
+        low = words[:, None, :size].astype(jnp.int32) >> shift
+        place = shift + np.arange(size, dtype=np.int32) // (size // 2)
+        high = high.reshape(-1, 1, size).astype(jnp.int32) >> place
+        return (low & 3) | ((high & 1) << 2)
+    words = words[:, None, :].astype(jnp.int32)
+    return words if bits == 8 else (words >> (4 * np.arange(2, dtype=np.int32)[:, None])) & 15
+
+
+def _pack(codes: Int32[Array, "n b"], bits: int) -> Any:
+    """Words for the elements at the same place of the parts; bits of `codes` above the lowest `bits` are ignored.
+
+    At 8 and 4 bits those that `numerics.pack` gives; at 3 bits uint16, the high bit of part i at 8 + 2 i.
+    """
+    if bits == 8:
+        return codes.astype(jnp.uint8)
+    cuts = jnp.split(codes, PARTS[bits], axis=1)
+    if bits == 4:
+        return ((cuts[0] & 15) | (cuts[1] << 4)).astype(jnp.uint8)
+    parts = (((x & 3) << (2 * i)) | ((x & 4) << (6 + 2 * i)) for i, x in enumerate(cuts))
+    return functools.reduce(operator.or_, parts).astype(jnp.uint16)
+
+
+def _planes(words: Any, bits: int) -> list[UInt8[Array, "n _"]]:
+    """What `numerics.pack` puts one behind the other, from the words of `_pack`."""
+    if bits != 3:
+        return [words]
+    high = words >> 8
+    half = high.shape[1] // 2
+    return [words.astype(jnp.uint8), (high[:, :half] | (high[:, half:] << 1)).astype(jnp.uint8)]
+
+
+def _peak(x: Float32[Array, "n b"]) -> Float32[Array, "n 1"]:
     """max|x| of every block; NaN, of whatever sign, where there is one."""
+    size = x.shape[1]
+    if size % 128:  # too short for what follows to vectorise
+        return jnp.max(numerics.magnitude(x), axis=1, keepdims=True)
+    # As integers, which have one order. Cuts run along the elements, a reduction across them; XLA fuses eight cuts.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
-    while bits.ndim > 2:
-        bits = jnp.maximum(bits[:, 0], bits[:, 1])
-    while bits.shape[1] > 16 and bits.shape[1] % 2 == 0:  # halves run along the elements, a reduction across them
-        half = bits.shape[1] // 2
-        bits = jnp.maximum(bits[:, :half], bits[:, half:])
-    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
+    bits = functools.reduce(jnp.maximum, jnp.split(bits, min(size // 16, 8), axis=1))
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=1, keepdims=True), jnp.float32)
 
 
 def _floor(z: Float32[Array, "*n"]) -> Int32[Array, "*n"]:
@@ -272,9 +289,9 @@ def _stage(known: Any, f: Callable[[], Any]) -> Any:
     return jax.lax.cond(known, f, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f)))
 
 
-# (g, olds, zeros) -> what the second stage needs, each [blocks, *view] or [blocks, 1, ...].
-First = Callable[[Any, Sequence[Any], Sequence[Any]], tuple[Any, ...]]
-# (p, g, *first) -> (new p, what is encoded: values, or roots where the map is one of roots).
+# First stage: (g, decoded state, a zero, as `steps.zero_of`) for every state, seen in the state's parts -> arrays.
+First = Callable[[Sequence[tuple[Any, Any, Any]]], tuple[Any, ...]]
+# Second stage: (p, g, *arrays) -> (new p, what is encoded: values, or their roots where the map is one of roots).
 Second = Callable[..., tuple[Any, Sequence[Any]]]
 
 
@@ -301,8 +318,8 @@ def _check(p: Any, g: Any, moments: Sequence[QTensor]) -> None:
 
 
 def _update(
-    p: Float[Array, "*s"],
-    g: Float[Array, "*s"],
+    p: Shaped[Array, "*s"],
+    g: Shaped[Array, "*t"],
     moments: Sequence[QTensor],
     first: First,
     second: Second,
@@ -310,62 +327,189 @@ def _update(
     seed: Word,
     leaves: Sequence[Word],
     count: Word,
-    chunk: int,
+    chunk: int | None,
+    buffers: int,
 ) -> tuple[Any, ...]:
-    """One step of one leaf; `first` and `second` are the optimizer's two stages."""
+    """One step of one leaf, by the two stages of an optimizer; `buffers` float32 arrays of a chunk exist at a time."""
     _check(p, g, moments)
     if p.size == 0:
         return (p, *moments)
     specs, now = [q.spec for q in moments], jnp.asarray(count)
-    words = [[numerics.stream(seed, leaf, now + i) for i in (0, 1)] for leaf in leaves]
-    parts = _parts(tuple(p.shape), specs)
-    known = now >= 0
-
-    def seen(x: Any, width: tuple[int, ...]) -> Any:
-        return x.reshape(parts[0].blocks if parts[0].flat else -1, *width)
-
+    streams = [[numerics.stream(seed, leaf, now + i) for i in (0, 1)] for leaf in leaves]
+    stage = functools.partial(_stage, now >= 0)
+    parts = _parts(tuple(p.shape), specs[0].block_size)
     flat = parts[0].flat
-    wide = parts[0].view if flat else (p.shape[-1] if p.ndim else 1,)
-    grad = seen(g, wide)
-    states = [x for q in moments for x in (seen(q.codes, (q.codes.size // max(_rows(q, flat), 1),)), q.scale)]
-    carry = [seen(p, wide), *states]
-    for i in range(2, len(carry), 2):
-        carry[i] = carry[i].reshape(-1) if flat else carry[i].reshape(_rows(moments[0], False), -1)
+    rows = parts[0].blocks if flat else parts[0].rows
+    grad, carry = _stored(g).reshape(rows, -1), [_stored(p).reshape(rows, -1)]
+    for q in moments:
+        carry += [q.codes.reshape(rows, -1), _stored(q.scale).reshape((rows,) if flat else (rows, -1))]
 
-    def tile(part: _Part, tiles: _Tiles, number: Any, carry: Sequence[Any]) -> list[Any]:
-        at = _Window(part, tiles, number)
+    def tile(part: _Part, tiles: _Tiles, turn: Any, carry: Sequence[Any]) -> list[Any]:
+        # XLA for CPUs compiles a loop into one function, which runs on one core, unless something in it needs a library
+        # function, such as this.
+        at = _Window(part, tiles, jax.lax.sort(jnp.stack([turn, turn]))[0])
         params, codes, scales = carry[0], carry[1::2], carry[2::2]
 
-        def begin() -> Any:
-            olds, zeros = [], []
-            for spec, (word, _), c, s in zip(specs, words, codes, scales, strict=True):
-                scale = at.per_block(at.scale(s).astype(jnp.float32))
-                u = at.per_block(at.dither(spec, word, encode=False))
-                found = at.unpack(at.words(c, spec.bits), spec.bits)
-                olds.append(
-                    numerics.decode(found, scale, u, steps=spec.steps, nonneg=spec.nonneg, variance=spec.variance)
-                )
-                zeros.append(steps.zero_of(scale))
-            new = [at.dither(spec, word, encode=True) for spec, (_, word) in zip(specs, words, strict=True)]
-            return first(at.elements(grad), olds, zeros), new
+        def words(i: int) -> Any:
+            return at.words(codes[i], specs[i].bits)
 
-        stored, dithers = _stage(known, begin)
-        new_p, values = second(at.elements(params), lambda: at.elements(grad), *stored)
-        out = [at.write_elements(params, new_p)]
+        high = [stage(lambda i=i: _high(words(i))) if spec.bits == 3 else None for i, spec in enumerate(specs)]
+
+        def begin() -> Any:
+            states, dithers = [], []
+            for i, (spec, (word, next_word), s) in enumerate(zip(specs, streams, scales, strict=True)):
+                found = _unpack(words(i), high[i], spec.bits)
+                scale = at.scale(s, spec.scale_dtype)[:, :, None]
+                u = at.dither(spec, word, encode=False)[:, :, None]
+                form = {"steps": spec.steps, "nonneg": spec.nonneg, "variance": spec.variance}
+                old = numerics.decode(found, scale, u, **form)
+                states.append((at.elements(grad, g.dtype).reshape(old.shape), old, steps.zero_of(scale)))
+                dithers.append(at.dither(spec, next_word, encode=True))
+            return first(states), dithers
+
+        arrays, dithers = stage(begin)
+        start, slope = at.elements(params, p.dtype), at.elements(grad, g.dtype)
+        new_p, values = second(start, slope, *(x.reshape(at.count, -1) for x in arrays))
+        out = [at.write_elements(params, new_p, p.dtype)]
         for spec, x, u, c, s in zip(specs, values, dithers, codes, scales, strict=True):
-            x = x if at.exists is None else jnp.where(at.exists, x, jnp.float32(0))
-            scale = numerics.block_scale(_peak(x), jnp.dtype(spec.scale_dtype))
-            z = numerics.place(x, at.per_block(scale), at.per_block(u), steps=spec.steps, nonneg=spec.nonneg)
-            out += [at.write_words(c, spec.bits, at.pack(_floor(z), spec.bits)), at.write_scale(s, scale)]
+            peak = _peak(at.masked(x))
+
+            def pack(spec=spec, x=x, u=u, peak=peak) -> Any:
+                scale = numerics.block_scale(peak, jnp.dtype(spec.scale_dtype))
+                z = numerics.place(at.masked(x), scale, u, steps=spec.steps, nonneg=spec.nonneg)
+                return _pack(_floor(z), spec.bits)
+
+            planes = _planes(stage(pack) if spec.bits == 3 else pack(), spec.bits)
+            scale = numerics.block_scale(peak, jnp.dtype(spec.scale_dtype))
+            out += [at.write_words(c, spec.bits, planes), at.write_scale(s, scale, spec.scale_dtype)]
         return out
 
     for part in parts:
-        for tiles in _tiles(part.rows, part.blocks, max(chunk // part.size, 1)):
-            body = functools.partial(tile, part, tiles)
+        # Maxima of other blocks are a library's, whose input is a buffer; so are a number an element, and padded rows.
+        more = (part.size % 128 > 0) + any(spec.rounding == "stochastic" for spec in specs)
+        fit = MEMORY / (4 * (buffers + len(moments) * more + (not part.flat)))
+        size = min(CHUNK, 2 ** int(math.log2(fit))) if chunk is None else chunk
+        for tiles in _tiles(part.rows, part.blocks, max(size // part.size, 1)):
             number = tiles.down * tiles.across
-            carry = jax.lax.fori_loop(0, number, body, carry) if number > 1 else body(0, carry)
+            # Without a loop nothing would be in place, and the buffers of all leaves would exist at once: XLA must not
+            # see that a loop has a single turn. (What such a turn computes from the gradient alone is done before the
+            # loop, in buffers of its own: that belongs into the first stage.)
+            turns = number if number > 1 else jnp.where(now >= 0, number, 0)
+            carry = jax.lax.fori_loop(0, turns, functools.partial(tile, part, tiles), carry)
     new = [
-        dataclasses.replace(q, codes=c.reshape(q.codes.shape), scale=s.reshape(q.scale.shape))
+        dataclasses.replace(
+            q, codes=c.reshape(q.codes.shape), scale=_loaded(s, jnp.dtype(q.spec.scale_dtype)).reshape(q.scale.shape)
+        )
         for q, c, s in zip(moments, carry[1::2], carry[2::2], strict=True)
     ]
-    return (carry[0].reshape(p.shape), *new)
+    return (_loaded(carry[0], p.dtype).reshape(p.shape), *new)
+
+
+def adamw(
+    p: Shaped[Array, "*s"],
+    g: Shaped[Array, "*t"],
+    mu: QTensor,
+    nu: QTensor,
+    hyper: steps.Hyper,
+    *,
+    seed: Word,
+    leaves: tuple[Word, Word],
+    count: Word,
+    chunk: int | None = None,
+) -> tuple[Float[Array, "*s"], QTensor, QTensor]:
+    """One step of AdamW on one leaf: the formula of `steps.adamw` on every block.
+
+    Args:
+      p: parameters; with the states donated to `jax.jit`, they are updated in place.
+      g: gradient, of the same shape.
+      mu, nu: the averages, encoded at `count`, with one block size.
+      hyper: scalars of the step.
+      seed: of the dithers.
+      leaves: the 32-bit words of mu and nu.
+      count: steps done before this one.
+      chunk: how many elements are updated at a time, about; None for `CHUNK`, or fewer.
+
+    Returns:
+      `(p, mu, nu)`, the averages encoded at `count + 1`.
+
+    Raises:
+      TypeError: for parameters or a gradient that are not real and floating.
+      ValueError: for states of other shapes, or of two block sizes.
+
+    >>> from jaxlab.kernels.bred_update.codec import encode
+    >>> p = jnp.ones((4, 128))
+    >>> mu, nu = (encode(jnp.zeros_like(p), QuantSpec(map=x)) for x in ("linear", "sqrt"))
+    >>> h = steps.Hyper(lr=0.1, b1=0.9, b2=0.999, correction1=0.1, correction2=0.001)
+    >>> p, mu, nu = adamw(p, 2 * p, mu, nu, h, seed=0, leaves=(1, 2), count=0)
+    >>> float(p[0, 0]), mu.nbytes * 8 / mu.size
+    (0.8999999761581421, 4.25)
+    """
+    h = hyper
+    rooted = nu.spec.nonneg and isinstance(h.eps_root, int | float) and h.eps_root == 0
+
+    def first(states: Sequence[Any]) -> tuple[Any, ...]:
+        (g, old_m, zero_m), (also_g, old_v, zero_v) = states
+        v = steps.average(h.b2, also_g * also_g, old_v, zero_v)
+        return steps.average(h.b1, g, old_m, zero_m), jnp.sqrt(v) if rooted else v
+
+    def second(p: Any, _: Any, m: Any, v: Any) -> tuple[Any, Sequence[Any]]:
+        if rooted:
+            root = v * (1 / jnp.sqrt(jnp.asarray(h.correction2, jnp.float32)))
+        else:
+            root = jnp.sqrt(v / h.correction2 + h.eps_root)
+        direction = (m / h.correction1) / (root + h.eps)
+        return p - h.lr * (direction + h.weight_decay * p), (m, jnp.sqrt(v) if nu.spec.nonneg and not rooted else v)
+
+    names = {"seed": seed, "leaves": leaves, "count": count}
+    return _update(p, g, (mu, nu), first, second, **names, chunk=chunk, buffers=2 if rooted else 3)
+
+
+def lion(
+    p: Shaped[Array, "*s"],
+    g: Shaped[Array, "*t"],
+    mu: QTensor,
+    hyper: steps.Hyper,
+    *,
+    seed: Word,
+    leaf: Word,
+    count: Word,
+    chunk: int | None = None,
+) -> tuple[Float[Array, "*s"], QTensor]:
+    """One step of Lion on one leaf, by the formula of `steps.lion`; otherwise as `adamw`."""
+    h = hyper
+
+    def first(states: Sequence[Any]) -> tuple[Any, ...]:
+        ((g, old, zero),) = states
+        return jnp.sign(steps.average(h.b1, g, old, zero)), steps.average(h.b2, g, old, zero)
+
+    def second(p: Any, _: Any, direction: Any, m: Any) -> tuple[Any, Sequence[Any]]:
+        return p - h.lr * (direction + h.weight_decay * p), (m,)
+
+    names = {"seed": seed, "leaves": (leaf,), "count": count}
+    return _update(p, g, (mu,), first, second, **names, chunk=chunk, buffers=2)
+
+
+def sgdm(
+    p: Shaped[Array, "*s"],
+    g: Shaped[Array, "*t"],
+    trace: QTensor,
+    hyper: steps.Hyper,
+    *,
+    seed: Word,
+    leaf: Word,
+    count: Word,
+    nesterov: bool = False,
+    chunk: int | None = None,
+) -> tuple[Float[Array, "*s"], QTensor]:
+    """One step of SGD with momentum on one leaf, by the formula of `steps.sgdm`; otherwise as `adamw`."""
+    h = hyper
+
+    def first(states: Sequence[Any]) -> tuple[Any, ...]:
+        ((g, old, zero),) = states
+        return (g + (h.b1 * old + zero),)
+
+    def second(p: Any, g: Any, t: Any) -> tuple[Any, Sequence[Any]]:
+        return p - h.lr * (g + h.b1 * t if nesterov else t), (t,)
+
+    names = {"seed": seed, "leaves": (leaf,), "count": count}
+    return _update(p, g, (trace,), first, second, **names, chunk=chunk, buffers=1)

@@ -1,0 +1,363 @@
+"""BiLoCo and its baselines: the fit, the bytes, the metric, real and synthetic weights, the experiment, bad input."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlab import cli
+from jaxlab.core.report import read_result
+from jaxlab.experiments import biloco as experiment
+from jaxlab.nn import taps, transformer
+from jaxlab.quant import awq, biloco, calibrate, dequantize, gptq, svdquant
+from jaxlab.quant.sign_lowrank import (
+    SignLowRank,
+    column_scale,
+    fit_terms,
+    memory_match_rank,
+    pack_signs,
+    sweep,
+    unpack_signs,
+    weighted_error,
+)
+
+KEY = jax.random.key(0)
+RTN = gptq.quantizer("nvfp4")
+
+
+def generate(seed, m=96, n=128, planted=4):
+    """Heavy-tailed weights with a planted low-rank part, and H of correlated inputs with channels of unequal size."""
+    rng = np.random.default_rng(seed)
+    low = rng.standard_normal((m, planted)) @ rng.standard_normal((planted, n))
+    w = 0.02 * (rng.standard_t(4, (m, n)) + low)
+    mixing = np.eye(n) + rng.standard_normal((n, n)) / np.sqrt(n)
+    x = rng.standard_normal((4 * n, n)) @ mixing * np.exp(rng.standard_normal(n))
+    h = x.T @ x / len(x)
+    return w.astype(np.float32), (h + 0.01 * np.mean(np.diag(h)) * np.eye(n)).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [1, 8, 13])
+def test_signs_pack_exactly(size):
+    x = np.where(np.random.default_rng(size).random((5, size)) < 0.5, -1.0, 1.0).astype(np.float32)
+    words = pack_signs(jnp.asarray(x))
+    assert words.dtype == jnp.uint8 and words.shape == (5, -(-size // 8))
+    np.testing.assert_array_equal(unpack_signs(words, size), x)
+
+
+def test_bytes_are_those_of_the_stored_arrays_and_a_sixteenth_of_bfloat16():
+    w, h = generate(0)
+    found = biloco.fit(w, h, RTN, rank=24, columns=True, shares=(0.0,), iterations=0).correction
+    m, n = w.shape
+    assert found.nbytes == 24 * (m + n) // 8 + 2 * 24 + 2 * n == sum(x.nbytes for x in jax.tree.leaves(found))
+    signs = found.u.nbytes + found.v.nbytes
+    assert signs * 16 == 2 * 24 * (m + n)
+    for rank in (1, 2, 8, 32):
+        for columns in (True, False):
+            terms = memory_match_rank(m, n, rank, columns=columns)
+            bits = lambda r, c=columns: r * (m + n + 16) + 16 * n * c  # noqa: E731
+            assert bits(terms) <= 16 * rank * (m + n) < bits(terms + 1)
+
+
+@pytest.mark.parametrize("kind", ["none", "diag", "full"])
+def test_every_term_and_every_pass_lowers_the_objective(kind):
+    w, h = generate(1)
+    metric = {"none": jnp.ones(128), "diag": jnp.diagonal(jnp.asarray(h)), "full": jnp.asarray(h)}[kind]
+    errors = []
+    ut, vt, s = fit_terms(jnp.asarray(w), metric, KEY, rank=16, passes=0)
+    for terms in (1, 2, 4, 8, 16):
+        part = (ut[:terms] * s[:terms, None]).T @ vt[:terms]
+        errors.append(weighted_error(w, part, np.asarray(metric)))
+    assert all(b < a for a, b in zip([1.0, *errors], errors, strict=False))
+    for _ in range(2):
+        ut, vt, s = sweep(jnp.asarray(w), metric, KEY, (ut, vt, s), 0, 16, False)
+        errors.append(weighted_error(w, (ut * s[:, None]).T @ vt, np.asarray(metric)))
+        assert errors[-1] <= errors[-2] * (1 + 1e-5)
+
+
+def test_a_full_metric_fits_at_least_as_well_as_its_diagonal():
+    w, h = generate(2)
+    r = jnp.asarray(w - RTN(w)[1])
+    found = {}
+    for kind, metric in (("diag", np.diagonal(h)), ("full", h), ("none", np.ones(128, np.float32))):
+        ut, vt, s = fit_terms(r, jnp.asarray(metric), KEY, rank=16, passes=0)
+        found[kind] = weighted_error(r, (ut * s[:, None]).T @ vt, h)
+    assert found["full"] <= found["diag"] * 1.001 and found["diag"] < 0.9 * found["none"]
+
+
+def test_gaussian_energy_a_term():
+    """Each of the first terms takes 1.9 / n of the energy of a square Gaussian matrix; rate theory allows 2.77 / n."""
+    n = 256
+    r = jax.random.normal(KEY, (n, n))
+    ut, vt, s = fit_terms(r, jnp.ones(n), KEY, rank=16, passes=0)
+    left = float(jnp.sum((r - (ut * s[:, None]).T @ vt) ** 2) / jnp.sum(r * r))
+    assert 1 - 2.77 * 16 / n < left < 1 - 1.8 * 16 / n
+
+
+def test_planted_sign_matrices_are_recovered():
+    rng = np.random.default_rng(3)
+    u, v = (np.where(rng.random((k, 8)) < 0.5, -1.0, 1.0) for k in (96, 128))
+    s = 2.0 ** -np.arange(8)
+    r = jnp.asarray((u * s) @ v.T, jnp.float32)
+    ut, vt, found = fit_terms(r, jnp.ones(128), KEY, rank=10, passes=2)
+    assert float(jnp.linalg.norm(r - (ut * found[:, None]).T @ vt) / jnp.linalg.norm(r)) < 1e-4
+
+
+def test_scales_are_solved_for_together():
+    """Against the normal equations in float64."""
+    w, h = generate(4)
+    ut, vt, s = (np.asarray(x, np.float64) for x in fit_terms(jnp.asarray(w), jnp.asarray(h), KEY, rank=16, passes=0))
+    hv = vt @ h
+    gram, rhs = (ut @ ut.T) * (hv @ vt.T), np.sum((ut @ w.astype(np.float64)) * hv, axis=1)
+    expected = np.linalg.solve(gram, rhs)
+    error = lambda x: weighted_error(w, (ut * x[:, None]).T @ vt, h)  # noqa: E731
+    assert error(s) <= error(expected) * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("rank", [2, 8])
+@pytest.mark.slow
+def test_better_than_the_strongest_svdquant_also_on_a_planted_low_rank_part(seed, rank):
+    """The generator on which a plain residual fit loses: absorbing terms first turns it."""
+    w, h = generate(seed, 192, 256)
+    strongest = min(min(svdquant.fit(w, h, RTN, rank=rank, whiten=white)[2]) for white in (True, False))
+    found = biloco.fit(w, h, RTN, match_svd_rank=rank)
+    assert found.correction.nbytes <= 2 * rank * sum(w.shape)
+    assert found.error < 0.85 * strongest
+    residual = biloco.fit(w, h, RTN, match_svd_rank=rank, shares=(0.0,), iterations=0)
+    assert found.error < residual.error and found.share > 0
+    low = np.asarray(found.correction.materialize())
+    assert weighted_error(w, np.asarray(dequantize(found.base)) + low, h) == pytest.approx(found.error, rel=1e-5)
+
+
+def test_better_than_svdquant_in_a_small_case():
+    w, h = generate(0)
+    strongest = min(svdquant.fit(w, h, RTN, rank=2)[2])
+    found = biloco.fit(w, h, RTN, match_svd_rank=2, columns=False, shares=(0.5,), iterations=1)
+    assert found.error < 0.85 * strongest and found.correction.nbytes <= 4 * sum(w.shape)
+
+
+def test_iterating_is_never_worse():
+    w, h = generate(5)
+    fits = [biloco.fit(w, h, RTN, rank=16, columns=False, iterations=i).error for i in (0, 2)]
+    assert fits[1] <= fits[0]
+
+
+def test_gptq_is_rounding_for_the_identity_and_better_for_correlated_inputs():
+    w, h = generate(6)
+    np.testing.assert_array_equal(gptq.round_columns(w, None)[3], RTN(w)[1])
+    stored, decoded = gptq.quantizer("nvfp4", h, rounding="gptq")(w)
+    np.testing.assert_array_equal(dequantize(stored), decoded)
+    assert weighted_error(w, decoded, h) < 0.85 * weighted_error(w, RTN(w)[1], h)
+    plain = gptq.quantizer("mxfp4")(w)[1]
+    assert weighted_error(w, gptq.quantizer("mxfp4", h, rounding="gptq")(w)[1], h) < weighted_error(w, plain, h)
+
+
+def test_gptq_against_a_slow_reference():
+    """Column by column in float64, every later column changed at once."""
+    w, h = generate(7, 16, 32)
+    inverse = np.linalg.inv(h.astype(np.float64))
+    x, q = w.astype(np.float64).copy(), np.zeros_like(w, np.float64)
+    _, bytes_, ts, decoded = gptq.round_columns(w, h)
+    from jaxlab.kernels.lowbit import numerics
+
+    scale = np.repeat(np.asarray(numerics.e4m3_decode(bytes_) * ts, np.float64), 16, axis=1)
+    for j in range(32):
+        code = numerics.e2m1_encode(jnp.asarray(x[:, j], jnp.float32), jnp.asarray(scale[:, j], jnp.float32))
+        q[:, j] = np.asarray(numerics.e2m1_decode(code)) * scale[:, j]
+        change = np.outer((x[:, j] - q[:, j]) / inverse[j, j], inverse[j])
+        x[:, j:] -= change[:, j:]
+        inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+    assert np.mean(np.abs(q - np.asarray(decoded)) > 1e-6) < 0.01  # a tie may fall on either side
+
+
+def test_svdquant_iterates_while_it_helps():
+    w, h = generate(8)
+    base, low, errors = svdquant.fit(w, h, RTN, rank=4)
+    assert len(errors) >= 2 and min(errors) < weighted_error(w, RTN(w)[1], h)
+    assert low.nbytes == 2 * 4 * sum(w.shape)
+    total = np.asarray(dequantize(base)) + np.asarray(low.materialize())
+    assert weighted_error(w, total, h) == pytest.approx(min(errors), rel=1e-6)
+
+
+def test_awq_scales_help_where_channels_differ():
+    w, h = generate(9)
+    t, alpha = awq.search(w, h, RTN)
+    assert alpha > 0 and weighted_error(w, RTN(w * t)[1] / t, h) < weighted_error(w, RTN(w)[1], h)
+
+
+def test_moments_stream_and_merge():
+    x = np.random.default_rng(0).standard_normal((40, 6)).astype(np.float32)
+    whole = calibrate.update(calibrate.moments(6), x)
+    parts = [calibrate.update(calibrate.moments(6), part) for part in (x[:8].reshape(2, 4, 6), x[8:])]
+    merged = functools.reduce(calibrate.merge, parts)
+    np.testing.assert_allclose(merged.total, whole.total, rtol=1e-5)
+    h = calibrate.hessian(merged, damping=0.0)
+    np.testing.assert_allclose(h, x.T @ x / 40, rtol=1e-4, atol=1e-6)
+    diagonal = calibrate.hessian(calibrate.update(calibrate.moments(6, full=False), x), damping=0.0)
+    np.testing.assert_allclose(diagonal, np.diagonal(h), rtol=1e-5)
+
+
+def test_the_product_equals_that_of_the_dense_matrix():
+    w, h = generate(10)
+    found = biloco.fit(w, h, RTN, rank=19, columns=True, shares=(0.5,), iterations=0)
+    x = jax.random.normal(KEY, (3, 5, 128))
+    base = dequantize(found.base)
+    dense = base + found.correction.materialize()
+    np.testing.assert_allclose(biloco.matmul(x, base, found.correction), x @ dense.T, rtol=1e-4, atol=1e-5)
+    half = biloco.matmul(x.astype(jnp.bfloat16), base, found.correction)
+    assert half.dtype == jnp.bfloat16
+
+
+def test_zero_weights_and_zero_columns_are_finite():
+    w, h = generate(11)
+    w[:, 3] = 0
+    found = biloco.fit(w, h, RTN, rank=8)
+    assert np.isfinite(found.error) and np.isfinite(np.asarray(found.correction.materialize())).all()
+    assert np.isfinite(np.asarray(column_scale(jnp.zeros((4, 8))), np.float32)).all()
+    ut, vt, s = fit_terms(jnp.zeros((16, 24)), jnp.ones(24), KEY, rank=8)
+    assert not np.any(np.asarray((ut * s[:, None]).T @ vt))
+
+
+def test_bad_input():
+    w, h = generate(0)
+    for arguments, message in (
+        ({}, "give either rank or match_svd_rank"),
+        ({"rank": 8, "match_svd_rank": 2}, "give either rank or match_svd_rank"),
+        ({"rank": 0}, "rank must be >= 1"),
+        ({"rank": 8, "shares": (1.5,)}, "shares must be"),
+        ({"rank": 8, "hessian": "half"}, "hessian must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            biloco.fit(w, h, RTN, **arguments)
+    with pytest.raises(ValueError, match="too small a budget"):
+        memory_match_rank(8, 8, 0)
+    for bad, message in (
+        (h[:5], "must have the shape"),
+        (h * np.nan, "must be finite"),
+        (-h, "positive diagonal"),
+        (np.triu(h) + np.eye(128, dtype=np.float32), "symmetric"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            biloco.fit(w, bad, RTN, rank=8)
+    with pytest.raises(ValueError, match="needs a matrix, got a diagonal"):
+        biloco.fit(w, np.diagonal(h).copy(), RTN, rank=8, hessian="full")
+    with pytest.raises(ValueError, match="w must be finite"):
+        biloco.fit(w * np.inf, h, RTN, rank=8)
+    with pytest.raises(ValueError, match="multiple of 16 columns"):
+        gptq.round_columns(w[:, :50], None)
+    with pytest.raises(ValueError, match="format must be one of"):
+        gptq.quantizer("int4")
+    with pytest.raises(ValueError, match=r"rank must be in \[1, 96\]"):
+        svdquant.fit(w, h, RTN, rank=200)
+    with pytest.raises(ValueError, match="x must have 6 features"):
+        calibrate.update(calibrate.moments(6), jnp.ones((2, 5)))
+    with pytest.raises(ValueError, match="at least one vector"):
+        calibrate.hessian(calibrate.moments(6))
+
+
+def test_inputs_of_the_linear_layers():
+    config = transformer.TransformerConfig(vocab=32, dim=16, layers=2, heads=2, kv_heads=1, ffn=24)
+    params = transformer.init(config, KEY)
+    tokens = jax.random.randint(KEY, (2, 7), 0, 32)
+    found = jax.jit(functools.partial(taps.linear_inputs, config))(params, tokens)
+    assert len(found) == 2 * 7 + 1
+    logits = transformer.apply(config, params, tokens)
+    np.testing.assert_allclose(found["head/kernel"] @ params["head"]["kernel"], logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found["layers/1/attn/q/kernel"], found["layers/1/attn/v/kernel"])
+    np.testing.assert_array_equal(transformer.apply(config, params, tokens), logits)
+    with pytest.raises(ValueError, match="scan_layers=False"):
+        taps.linear_inputs(transformer.PRESETS["178m"], params, tokens)
+
+
+MICRO = transformer.TransformerConfig(vocab=256, dim=16, layers=1, heads=1, kv_heads=1, ffn=32)
+SMALL = (
+    "model.preset=micro", "data.seq_len=8", "data.eval_windows=8", "data.calibration=8", "train.steps=20",
+    "train.batch=4", "ranks=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "corpus.txt"
+    path.write_text("".join(f"line {i} says {i * i % 97}\n" for i in range(4000)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(transformer.PRESETS, "micro", MICRO)
+        yield path
+
+
+def test_the_experiment_on_a_model(corpus, tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    folder = tmp_path / "run"
+    assert cli.main(["run", "biloco", *SMALL, f"data.path={corpus}", f"--workdir={folder}"]) == 0
+    result = read_result(folder)
+    error = {row.labels["method"]: row.values["error"] for row in result.rows}
+    assert error["biloco"] < error["rtn"] and error["gptq"] < error["rtn"] and error["bf16"] < error["biloco"]
+    bits = {row.labels["method"]: row.values["bits a weight"] for row in result.rows}
+    assert bits["bf16"] == 16 and bits["biloco"] <= bits["svdquant"] and bits["rtn"] < 5
+    text = (folder / "report.md").read_text()
+    assert "mlp/down/kernel" in text and (folder / "plots" / "error_bits.png").exists()
+    saved = safetensors.load_file(folder / "quantized.safetensors")
+    codes = [x for name, x in saved.items() if name.endswith("kernel.codes")]
+    assert len(codes) == 8 and all(x.dtype == np.uint8 for x in codes)
+    assert sum(x.nbytes for x in saved.values()) == next(
+        row.values["bytes"] for row in result.rows if row.labels["method"] == "biloco"
+    )
+    # A second start finds everything done.
+    before = {p: p.stat().st_mtime_ns for p in folder.glob("cells/*/cell.json")}
+    again = ["run", "biloco", *SMALL, f"data.path={corpus}", f"--workdir={folder}", "--resume"]
+    assert cli.main(again) == 0 and before == {p: p.stat().st_mtime_ns for p in folder.glob("cells/*/cell.json")}
+
+
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+def test_the_experiment_on_a_file(tmp_path, layout):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    w = {"a.weight": generate(0, 32, 48)[0], "b.weight": generate(1, 48, 32)[0], "norm.weight": np.ones(8, np.float32)}
+    if layout == "in_out":
+        w = {name: np.ascontiguousarray(x.T) for name, x in w.items()}
+    safetensors.save_file(w, tmp_path / "m.safetensors")
+    overrides = [f"weights={tmp_path / 'm.safetensors'}", f"layout={layout}", "ranks=1", "methods=rtn,biloco"]
+    assert cli.main(["run", "biloco", *overrides, f"--workdir={tmp_path / 'w'}"]) == 0
+    saved = safetensors.load_file(tmp_path / "w" / "quantized.safetensors")
+    assert {name.rsplit(".", 1)[0] for name in saved} == {"a.weight", "b.weight"}
+    assert saved["a.weight.codes"].shape == (32, 24)
+    records = [json.loads(p.read_text()) for p in sorted(Path(tmp_path / "w").glob("cells/*/cell.json"))]
+    errors = [float(r["values"]["error"]) for r in records]
+    assert len(errors) == 2 and errors[0] < errors[1]  # biloco, rtn
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("methods=bilico", "did you mean 'biloco'"),
+        ("format=int4", "format must be one of"),
+        ("rounding=up", "rounding must be one of"),
+        ("hessian=half", "hessian must be one of"),
+        ("layout=x", "layout must be"),
+        ("ranks=0", "ranks must be >= 1"),
+        ("save=awk", "save must be one of the methods"),
+        ("weights=/nowhere.safetensors", "cannot read '/nowhere.safetensors'"),
+        ("data.calibration=0", "data.calibration must be >= 1"),
+    ],
+)
+def test_bad_settings(override, message, tmp_path, capsys):
+    assert cli.main(["run", "biloco", override, f"--workdir={tmp_path / 'w'}"]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_describe():
+    from jaxlab.core import config as configs
+
+    facts = experiment.describe(configs.load("biloco", "tiny"))
+    assert facts["matrices"] == 15 and facts["weights quantised"] < facts["parameters"]
+
+
+def test_a_correction_is_a_pytree():
+    c = SignLowRank(
+        jnp.zeros((4, 2), jnp.uint8), jnp.zeros((4, 3), jnp.uint8), jnp.ones(4, jnp.bfloat16), None, (16, 24)
+    )
+    assert jax.tree.map(lambda x: x, c).rank == 4 and len(jax.tree.leaves(c)) == 3
+    np.testing.assert_array_equal(jax.jit(lambda c: c.materialize())(c), 4.0)
