@@ -76,6 +76,9 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     c.settings.ademamix = (8e-3, 0.999)  # b1 = 0.9, b2 = 0.95, alpha = 5
     c.settings.decay = config_dict.placeholder(float)  # decay for all optimizers
 
+    c.bench = ConfigDict()
+    c.bench.peers = False  # `jaxlab bench bred bench.peers=true`: also the optimizers of torch, torchao, bitsandbytes
+
     c.sweep = ConfigDict()
     c.sweep.decays = ()  # decays to run instead of the tuned ones
     c.grid = ()  # (optimizer, learning rates, decays) each, to try instead of the settings

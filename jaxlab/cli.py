@@ -5,6 +5,7 @@ Nothing here imports JAX before a command needs it, so that `jaxlab list` and `j
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -148,8 +149,11 @@ def _report(args: argparse.Namespace, package: str) -> int:
 
 
 def _bench(args: argparse.Namespace, package: str) -> int:
-    name, variant = configs.split_name(args.name, package=package)
-    config = configs.apply_overrides(configs.load(name, variant, package=package), args.overrides)
+    name, config = args.name, None
+    # A bench of kernels alone has no method, and so no settings.
+    if name in configs.names(package) or args.overrides or not _exists(f"{package}.experiments.bench.{name}"):
+        name, variant = configs.split_name(args.name, package=package)
+        config = configs.apply_overrides(configs.load(name, variant, package=package), args.overrides)
     from jaxlab.core.report import to_markdown
     from jaxlab.core.run import start_devices
 
@@ -157,6 +161,13 @@ def _bench(args: argparse.Namespace, package: str) -> int:
     for table in _module(f"{package}.experiments.bench.{name}").main(config):
         print(f"\n{to_markdown(table)}")
     return 0
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # such as a name with a variant behind it
+        return False
 
 
 def _doctor(args: argparse.Namespace, package: str) -> int:

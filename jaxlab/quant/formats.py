@@ -13,6 +13,9 @@ arithmetic is that of `jaxlab.kernels.lowbit`, which says why it has the same bi
 A row is what lies along the quantised axis. Rows are padded with zeros to whole blocks; without blocks, to whole bytes.
 What has a scale of its own and a largest magnitude below 2^-96 is stored as zeros. Where a NaN or an infinity was let
 through, the scale is NaN, and so is all that is decoded with it.
+
+Quantising again what was dequantised gives the same values; for ternary the same codes, with a smaller mean. In NVFP4
+this holds for blocks whose scale is a normal E4M3 number, those with a maximum from 2^-6 / 448 of the tensor's on.
 """
 
 import dataclasses

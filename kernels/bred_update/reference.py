@@ -120,8 +120,9 @@ def _tiles(rows: int, blocks: int, limit: int, row: int = 0, block: int = 0) -> 
 
 
 def _stored(x: Float[Array, "..."]) -> Array:
-    """The array, or its bits where its numbers have 16: XLA for CPUs would update those in float32, all of them."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+    """The array, or the bits of bfloat16: to update a part of it, XLA for CPUs before jax 0.12 rounds all of it."""
+    bits = x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12)
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if bits else x
 
 
 def _loaded(x: Array, dtype: Any) -> Array:
@@ -340,7 +341,7 @@ def _update(
     parts = _parts(tuple(p.shape), specs[0].block_size)
     flat = parts[0].flat
     rows = parts[0].blocks if flat else parts[0].rows
-    grad, carry = _stored(g).reshape(rows, -1), [_stored(p).reshape(rows, -1)]
+    grad, carry = g.reshape(rows, -1), [_stored(p).reshape(rows, -1)]
     for q in moments:
         carry += [q.codes.reshape(rows, -1), _stored(q.scale).reshape((rows,) if flat else (rows, -1))]
 

@@ -5,7 +5,7 @@ The kernel is written for the Triton backend of Pallas. A program computes a til
 (on tensor cores for bfloat16 and int8). Every element addresses the byte of its block's scale.
 
     decode   M < 128: tiles of 16 rows and 32 columns, so that many programs share the weights
-    prefill  M >= 128: tiles of 64 rows and 128 columns
+    prefill  M >= 128: tiles of 64 rows and columns, 32 for float32
 
 K is cut in the same way in both, so that a row's sum has one order. Nothing is padded: loads and stores are masked.
 """
@@ -23,7 +23,8 @@ from jaxlab.kernels.lowbit import matmul_common as common
 from jaxlab.kernels.lowbit import packing
 
 PREFILL = 128  # rows of x from which tiles are large
-DECODE_TILE, PREFILL_TILE = (16, 32), (64, 128)  # rows and columns; tensor cores take 16 rows at least
+DECODE_TILE, PREFILL_TILE = (16, 32), (64, 64)  # rows and columns; tensor cores take 16 rows at least
+FLOAT32_TILE = (32, 32)  # of a prefill without tensor cores, which would not fit into registers otherwise
 BK = {4: 64, 2: 32, 1: 32}  # bits -> bytes of a row of a step; each plane's product has as many terms
 BR = 32  # terms of a step of the correction
 
@@ -125,7 +126,8 @@ def packed_matmul(
     m, (n, width) = x.shape[0], words.shape
     if 0 in (m, n, width):
         return jnp.zeros((m, n), out_dtype)
-    tile = PREFILL_TILE if m >= PREFILL else DECODE_TILE
+    large = FLOAT32_TILE if x.dtype == jnp.float32 else PREFILL_TILE
+    tile = large if m >= PREFILL else DECODE_TILE
     inputs = [common.planes_of(x, layout.per_byte).reshape(-1, width), words]
     kind = "none"
     if factor is not None:

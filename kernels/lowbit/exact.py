@@ -155,7 +155,7 @@ def _sum_digits(digits: list[Int32[Array, "..."]], axis: int) -> list[Int32[Arra
         size = -(-n // chunks)
         pad = [(0, chunks * size - n if a == axis else 0) for a in range(digits[0].ndim)]
         shape = (*digits[0].shape[:axis], chunks, size, *digits[0].shape[axis + 1 :])
-        digits = _carry([jnp.sum(jnp.pad(d, pad).reshape(shape), axis=axis + 1) for d in digits])
+        digits = _carry([jnp.sum(jnp.pad(d, pad).reshape(shape), axis=axis + 1, dtype=jnp.int32) for d in digits])
     return digits
 
 

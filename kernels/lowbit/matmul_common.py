@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Float32, Int8, Int32, Shaped, UInt8
 from jaxlab.kernels.lowbit import numerics, packing
 
 ROWS = 8  # rows of x in a tile, and what many rows are padded to a multiple of
+FEW = 4  # rows that are padded to so many instead
 GROUP = 16  # tiles of so many rows that `row_tiles` writes out before it makes a loop of them
 FLOATS = ("float32", "bfloat16")
 # Name -> the backend that runs it; None for every one.
@@ -213,7 +214,8 @@ def product(x: Shaped[Array, "*m k"], w: Shaped[Array, "..."], axis: int = 1) ->
     """x w' (or x w) with sums in float32, or in int32 for integers.
 
     For CPUs, rows of x that are not float32 are padded to 4 or to a multiple of `ROWS`: XLA has no fast product of a
-    single row of int8 or bfloat16. Integers are fast where both contract their last axis.
+    single row of int8 or bfloat16. Integers are fast where both contract their last axis, and up to 4 rows of them
+    where the weights, which are not copied then, come first.
 
     Args:
       x: rows.
@@ -226,12 +228,16 @@ def product(x: Shaped[Array, "*m k"], w: Shaped[Array, "..."], axis: int = 1) ->
     lead, k = x.shape[:-1], x.shape[-1]
     m = math.prod(lead)
     rows = x.reshape(m, k)
-    if x.dtype != jnp.float32:
-        rows = jnp.pad(rows, ((0, 4 - m if 0 < m < 4 else -m % ROWS if m > 4 else 0), (0, 0)))
     total = jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32
-    contract = (((1,), (axis,)), ((), ()))
-    precision = jax.lax.Precision.HIGHEST
-    y = jax.lax.dot_general(rows, w, contract, precision=precision, preferred_element_type=total)
+    few = 0 < m <= FEW
+    if x.dtype != jnp.float32:
+        rows = jnp.pad(rows, ((0, FEW - m if few else -m % ROWS), (0, 0)))
+    dot = functools.partial(jax.lax.dot_general, precision=jax.lax.Precision.HIGHEST, preferred_element_type=total)
+    if few and total == jnp.int32:
+        # Cut first: XLA would take a transposition into the product, and swap the factors back.
+        y = dot(w, rows, (((axis,), (1,)), ((), ())))[:, :m].T
+    else:
+        y = dot(rows, w, (((1,), (axis,)), ((), ())))
     return y[:m].reshape(*lead, w.shape[1 - axis])
 
 

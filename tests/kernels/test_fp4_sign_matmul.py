@@ -175,12 +175,12 @@ def test_bad_input() -> None:
 
 
 def test_tables_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "REPEATS", 2)
+    for name, value in {"REPEATS": 2, "LAYERS": 1, "ROWS": (8,)}.items():
+        monkeypatch.setattr(bench, name, value)
     integers, corrected = bench.integer_products([(64, 48)]), bench.corrected_products([(64, 48)])
-    assert [row[2] for row in integers.rows] == ["ternary", "sign", "ternary, not padded", "ternary", "sign"]
-    assert [row[-2] for row in integers.rows] == [1.3, 1.3, None, 3.0, 3.0]
-    assert [(row[1], row[-1]) for row in corrected.rows] == [(1, 1.5), (8, 1.5)]
-    text = kernel_bench.main(["-n", "64", "-k", "64", "--repeats", "1"])
-    assert "| ternary, int8 prepared |" in text and "| nvfp4 + sign, fused, xla |" in text
+    assert [(row[2], row[-2]) for row in integers.rows] == [("ternary", 3.0), ("sign", 3.0)]
+    assert [(row[1], row[-1]) for row in corrected.rows] == [(8, 1.5)]
+    rows = [kernel_bench.Row("sign, xla", 2e-6, 3e-6, 1000, 1.5, 0.25)]
+    assert kernel_bench.table(rows).endswith("| sign, xla | 2 | 3 | 0.00 | 1.50x | 25% |")
     with pytest.raises(ValueError, match="k a multiple of 32, got m=1, n=64, k=40"):
         kernel_bench.run(1, 64, 40)
