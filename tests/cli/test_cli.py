@@ -172,7 +172,7 @@ def test_doctor_prints_versions_devices_and_extras(capsys: pytest.CaptureFixture
     for section in ("versions", "machine", "devices", "extras"):
         assert f"{section}\n" in out
     for extra in ("cuda", "tpu", "data", "tb", "wandb", "test"):
-        assert f"\n  {extra:<6} " in out
+        assert f"\n  {extra:<11} " in out
     assert "8 cpu devices" in out
 
 
@@ -185,7 +185,7 @@ def test_doctor_warns_of_a_gpu_that_jax_does_not_use() -> None:
     assert "WARNING: a gpu is present but JAX does not use it: the system shows one (/dev/nvidia0)" in text
     assert text.count(doctor.install_command("cuda")) == 2, "in the warning and in the list of extras"
     used = "\n".join(doctor.report("gpu", "1 gpu device", probe(("jax_cuda12_plugin",), gpu="/dev/nvidia0")))
-    assert "WARNING" not in used and "cuda   installed" in used
+    assert "WARNING" not in used and "cuda        installed" in used
     assert "WARNING" not in "\n".join(doctor.report("cpu", "1 cpu device", probe()))
 
 
