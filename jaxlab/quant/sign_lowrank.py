@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
+from jaxlab.kernels.lowbit import numerics, packing
+
 _CG_STEPS = 40
 Terms = tuple[Float[Array, "c m"], Float[Array, "c n"], Float[Array, " c"]]  # (U', V', s)
 
@@ -73,9 +75,8 @@ def pack_signs(x: Float[Array, "*n k"]) -> Shaped[Array, "*n w"]:
     >>> pack_signs(jnp.array([1.0, -1, 1, 1, 1, 1, 1, -1, -1])).tolist()
     [130, 1]
     """
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 8)])
-    bits = (x < 0).reshape(*x.shape[:-1], -1, 8).astype(jnp.uint8)
-    return jnp.sum(bits << jnp.arange(8, dtype=jnp.uint8), axis=-1, dtype=jnp.uint8)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 8)])
+    return packing.pack(numerics.sign_encode(padded), 1)
 
 
 def unpack_signs(words: Shaped[Array, "*n w"], size: int) -> Float[Array, "*n k"]:
@@ -84,8 +85,7 @@ def unpack_signs(words: Shaped[Array, "*n w"], size: int) -> Float[Array, "*n k"
     >>> unpack_signs(jnp.array([130, 1], jnp.uint8), 9).tolist()
     [1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0]
     """
-    bits = (words[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1
-    return (1 - 2 * bits.astype(jnp.int8)).astype(jnp.float32).reshape(*words.shape[:-1], -1)[..., :size]
+    return numerics.sign_decode(packing.unpack(words, 1), jnp.float32(1))[..., :size]
 
 
 def _sign(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
