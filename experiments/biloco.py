@@ -105,7 +105,10 @@ def _file(config: Any, workdir: Path, todo: list[sweep.Cell]) -> Result:
     def work(cell: sweep.Cell, folder: Path, view: Any) -> sweep.CellResult:
         kept: dict[str, Any] = {}
         keep = kept.__setitem__ if _saved(config, cell) else lambda name, layer: None
-        result, _ = biloco_run.quantize_file(config, cell, view, keep)
+        try:
+            result, _ = biloco_run.quantize_file(config, cell, view, keep)
+        except ValueError as error:  # NaN, or a matrix too small for the rank: the message names it
+            raise ConfigError(str(error)) from error
         if kept:
             arrays = {name: layer.arrays for name, layer in kept.items()}
             biloco_run.save(workdir / "quantized.safetensors", arrays, _meta(config))

@@ -26,7 +26,7 @@ METHODS = {
     "rtn": "rounding to nearest",
     "gptq": "GPTQ",
     "awq": "AWQ",
-    "svdquant": "SVDQuant, published form",
+    "svdquant": "SVDQuant, plain and iterated",
     "svdquant_whitened": "SVDQuant, whitened and iterated",
     "biloco": "BiLoCo",
 }
@@ -208,7 +208,10 @@ def quantize_file(
     method, rank = cell.labels["method"], cell.labels["rank"]
     begun, layers = time.perf_counter(), {}
     for number, (name, w) in enumerate(matrices(config), 1):
-        layer = quantize_layer(config, method, rank, w, None)
+        try:
+            layer = quantize_layer(config, method, rank, w, None)
+        except ValueError as error:
+            raise ValueError(f"weights: {name!r}: {error}") from error
         keep(name, layer)
         layers[name] = dataclasses.replace(layer, decoded=np.empty(layer.decoded.shape, bool))  # its size is all
         progress.update(number, {"error": layer.error})

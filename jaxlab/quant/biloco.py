@@ -29,8 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from jaxlab.kernels.fp4_sign_matmul.api import fp4_sign_matmul
 from jaxlab.quant import sign_lowrank
 from jaxlab.quant.calibrate import check_hessian, restrict
+from jaxlab.quant.gptq import BLOCKS
+from jaxlab.quant.qtensor import QTensor
 from jaxlab.quant.sign_lowrank import SignLowRank, memory_match_rank, pack_signs, weighted_error
 
 Quantize = Callable[[Float[np.ndarray, "m n"]], tuple[Any, Float[np.ndarray, "m n"]]]
@@ -172,18 +175,28 @@ def _dense(terms: tuple[Array, Array, Array], wide: np.ndarray) -> np.ndarray:
     return np.asarray((ut * rounded[:, None]).T @ vt) * wide
 
 
-def matmul(x: Float[Array, "*batch n"], base: Float[Array, "m n"], correction: SignLowRank) -> Float[Array, "*batch m"]:
-    """x (Q + L)' with both products accumulated in float32 and rounded once, to the dtype of x.
+def matmul(
+    x: Float[Array, "*batch n"], base: QTensor, correction: SignLowRank, *, implementation: str | None = None
+) -> Float[Array, "*batch m"]:
+    """x (Q + L)' from packed weights: both products accumulated in float32 and rounded once, to the dtype of x.
 
     Args:
       x: inputs.
-      base: Q, decoded.
+      base: Q, as `fit` returns it with `gptq.quantizer`: NVFP4 or MXFP4 along the inputs.
       correction: L.
+      implementation: of `kernels.fp4_sign_matmul`; None for the backend's own.
 
     Returns:
       The layer's outputs.
+
+    Raises:
+      ValueError: for a base in another format or along another axis, or shapes that do not fit.
     """
-    ut, vt, s, b = correction.factors()
-    wide = x.astype(jnp.float32)
-    y = wide @ base.astype(jnp.float32).T + (((wide * b) @ vt.T) * s) @ ut
-    return y.astype(x.dtype)
+    name = base.format.name
+    if name not in BLOCKS or base.axis != -1:
+        raise ValueError(f"base must be {' or '.join(BLOCKS)} along axis -1, got {base.checkpoint_meta}")
+    tensor_scale = jnp.float32(1) if base.tensor_scale is None else base.tensor_scale
+    c = correction
+    return fp4_sign_matmul(
+        x, base.codes, base.scale, tensor_scale, c.u, c.v, c.scale, c.column, format=name, implementation=implementation
+    )

@@ -299,4 +299,5 @@ def weighted_error(w: Any, approximation: Any, h: Any = None) -> float:
     w, d = np.asarray(w, np.float64), np.asarray(w, np.float64) - np.asarray(approximation, np.float64)
     h = np.ones(w.shape[1]) if h is None else np.asarray(h, np.float64)
     energy = (lambda x: np.sum(x * x * h)) if h.ndim == 1 else (lambda x: np.sum((x @ h) * x))
-    return float(energy(d) / energy(w))
+    whole = energy(w)
+    return float(energy(d) / whole) if whole > 0 else float(energy(d))  # weights that are all zero have no scale

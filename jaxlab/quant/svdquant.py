@@ -3,8 +3,9 @@
     Q <- quantise(W - L),   L <- the best rank-r approximation of W - Q in the metric of H
 
 The published form starts from L = the low rank part of W (large directions leave the base before it is quantised) and
-measures with the identity; `whiten=True` finds L in the metric of the inputs, L = svd_r((W - Q) H^(1/2)) H^(-1/2),
-which is the strongest form of this baseline. Both iterate while the weighted error falls.
+measures with the identity, after a smoothing of the channels that is not part of this file (see `awq`); `whiten=True`
+finds L in the metric of the inputs, L = svd_r((W - Q) H^(1/2)) H^(-1/2), which is the strongest form of this baseline.
+Both iterate while the weighted error falls.
 
 Source: SVDQuant (arXiv 2411.05007), section 4.
 """

@@ -288,6 +288,23 @@ def test_rows_without_gradients_never_move():
     assert float(jnp.sqrt(jnp.mean((p["w"][:, 7] - 1) ** 2))) < 0.4
 
 
+def test_nearest_rounding_without_a_level_at_zero_drifts():
+    """Why `QuantSpec` has the map "zero": a coordinate without gradients moves by Adam steps of one sign."""
+    params, moved = {"w": jnp.ones((64, 128))}, {}
+    for name in ("linear", "zero"):
+        tx = bred.quantize_state(optax.adam(1e-3), bred.QuantSpec(rounding="nearest", map=name))
+
+        def body(carry, t, tx=tx):
+            p, s = carry
+            g = jax.random.normal(jax.random.fold_in(jax.random.key(0), t), (64, 128)).at[:, 7].set(0.0)
+            updates, s = tx.update({"w": g}, s, p)
+            return (optax.apply_updates(p, updates), s), None
+
+        (p, _), _ = jax.jit(lambda c, body=body: jax.lax.scan(body, c, jnp.arange(2000)))((params, tx.init(params)))
+        moved[name] = float(jnp.mean(p["w"][:, 7] - 1))
+    assert moved["zero"] == 0 and moved["linear"] < -1
+
+
 def test_non_finite_gradients_are_visible_in_their_block_and_nowhere_else():
     tx = bred.adamw(LR)
     params, state = train(tx, steps=2)

@@ -13,7 +13,7 @@ from jaxlab import cli
 from jaxlab.core.report import read_result
 from jaxlab.experiments import biloco as experiment
 from jaxlab.nn import taps, transformer
-from jaxlab.quant import awq, biloco, calibrate, dequantize, gptq, svdquant
+from jaxlab.quant import awq, biloco, calibrate, dequantize, gptq, quantize, svdquant
 from jaxlab.quant.sign_lowrank import (
     SignLowRank,
     column_scale,
@@ -205,11 +205,11 @@ def test_the_product_equals_that_of_the_dense_matrix():
     w, h = generate(10)
     found = biloco.fit(w, h, RTN, rank=19, columns=True, shares=(0.5,), iterations=0)
     x = jax.random.normal(KEY, (3, 5, 128))
-    base = dequantize(found.base)
-    dense = base + found.correction.materialize()
-    np.testing.assert_allclose(biloco.matmul(x, base, found.correction), x @ dense.T, rtol=1e-4, atol=1e-5)
-    half = biloco.matmul(x.astype(jnp.bfloat16), base, found.correction)
-    assert half.dtype == jnp.bfloat16
+    dense = dequantize(found.base) + found.correction.materialize()
+    np.testing.assert_allclose(biloco.matmul(x, found.base, found.correction), x @ dense.T, rtol=1e-4, atol=1e-5)
+    assert biloco.matmul(x.astype(jnp.bfloat16), found.base, found.correction).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="base must be nvfp4 or mxfp4 along axis -1"):
+        biloco.matmul(x, quantize(w, "int8"), found.correction)
 
 
 def test_zero_weights_and_zero_columns_are_finite():
@@ -346,6 +346,26 @@ def test_the_experiment_on_a_file(tmp_path, layout):
 def test_bad_settings(override, message, tmp_path, capsys):
     assert cli.main(["run", "biloco", override, f"--workdir={tmp_path / 'w'}"]) != 0
     assert message in capsys.readouterr().err
+
+
+def test_bad_weights_are_named(tmp_path, capsys):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    bad = np.ones((8, 32), np.float32)
+    bad[3, 4] = np.nan
+    for number, (w, message) in enumerate(
+        ((bad, "'a.weight' holds NaN"), (np.ones((1, 16), np.float32), "'a.weight': "))
+    ):
+        safetensors.save_file({"a.weight": w}, tmp_path / f"{number}.safetensors")
+        command = ["run", "biloco", f"weights={tmp_path / f'{number}.safetensors'}", "methods=biloco", "ranks=1"]
+        assert cli.main([*command, f"--workdir={tmp_path / str(number)}"]) != 0
+        assert message in capsys.readouterr().err
+
+
+def test_weights_that_are_all_zero_have_no_error():
+    assert (
+        weighted_error(np.zeros((4, 8)), np.zeros((4, 8))) == 0
+        and weighted_error(np.zeros(8)[None], np.ones((1, 8))) == 8
+    )
 
 
 def test_describe():
