@@ -7,7 +7,7 @@ is stored, and a step that is skipped around the wrapper (`apply_if_finite`, `Mu
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jaxlab.core import tree
-from jaxlab.kernels.bred_update import codec
+from jaxlab.kernels.bred_update import codec, vector
 from jaxlab.kernels.bred_update.codec import QTensor, QuantSpec, is_quantized
+from jaxlab.optim import parts
 from jaxlab.optim.selection import Plan, Select, StateLeaf, default_select, leaf_ids, state_leaves
 
 
@@ -110,21 +111,26 @@ def quantize_state(
         if state.plan != plan:
             theirs, ours = (f"seed={p.seed}, {p.spec}" for p in (state.plan, plan))
             raise ValueError(f"state was made with {theirs}; this transformation has {ours}")
-        leaves = state_leaves(state.inner)
+        leaves, count = state_leaves(state.inner), optax.safe_increment(state.count)
+        if vector.serves((updates, state)):
+            return _in_parts(lambda old: inner.update(updates, old, params, **extra), state, leaves, count)
         updates, new = inner.update(updates, _decode(state, leaves), params, **extra)
-        count = optax.safe_increment(state.count)
         specs = [x.spec if is_quantized(x) else "" for _, x in leaves]
         return updates, QuantizedState(count, _encode(new, leaves, specs, plan.seed, count), plan)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _same_leaves(number: int, leaves: list[tuple[StateLeaf, Any]]) -> None:
+    if number != len(leaves):
+        raise ValueError(f"inner.update returned a state of {number} leaves, its init one of {len(leaves)}")
+
+
 def _encode(
     state: PyTree, leaves: list[tuple[StateLeaf, Any]], specs: list[QuantSpec | str], seed: int, count: Array
 ) -> PyTree:
     values, treedef = jax.tree.flatten(state)
-    if len(values) != len(leaves):
-        raise ValueError(f"inner.update returned a state of {len(values)} leaves, its init one of {len(leaves)}")
+    _same_leaves(len(values), leaves)
     ids = leaf_ids([leaf for leaf, _ in leaves])
     stored = [
         codec.encode(x, spec, seed=seed, leaf=word, count=count) if isinstance(spec, QuantSpec) else x
@@ -141,6 +147,32 @@ def _decode(state: QuantizedState, leaves: list[tuple[StateLeaf, Any]]) -> PyTre
         for (_, x), word in zip(leaves, ids, strict=True)
     ]
     return jax.tree.unflatten(treedef, values)
+
+
+def _in_parts(
+    update: Callable[[PyTree], tuple[PyTree, PyTree]],
+    state: QuantizedState,
+    leaves: list[tuple[StateLeaf, Any]],
+    count: Array,
+) -> tuple[PyTree, QuantizedState]:
+    """(updates, new state) of an update of the decoded state; see `parts`."""
+    values, structure = [x for _, x in leaves], jax.tree.structure(state.inner, is_leaf=is_quantized)
+    places = [i for i, x in enumerate(values) if is_quantized(x)]
+    ids = leaf_ids([leaf for leaf, _ in leaves])
+    form = parts.Codec([values[i] for i in places], [ids[i] for i in places], state.plan.seed, state.count, count)
+    found = []
+
+    def f(*decoded: Array) -> tuple[PyTree, PyTree]:
+        full = list(values)
+        for i, x in zip(places, decoded, strict=True):
+            full[i] = x
+        updates, new = update(jax.tree.unflatten(structure, full))
+        found.append(jax.tree.structure(new))
+        _same_leaves(found[-1].num_leaves, leaves)
+        return updates, new
+
+    updates, new = parts.run(f, form, places, split=jax.device_count() == 1)
+    return updates, QuantizedState(count, jax.tree.unflatten(found[-1], new), state.plan)
 
 
 def _is_state(x: Any) -> bool:

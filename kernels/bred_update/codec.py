@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Shaped, UInt8, UInt32
 
-from jaxlab.kernels.bred_update import numerics
+from jaxlab.kernels.bred_update import numerics, vector
 
 BLOCK_SIZES = {3: 64, 4: 128, 8: 256}
 ROUNDINGS = ("dither", "nearest", "stochastic")
@@ -308,7 +308,7 @@ def encode(
     codes, scales = [], []
     if layout.full:
         main = rows[..., : layout.full * block].reshape(*lead, layout.full, block)
-        words, scale = spec.encode_block(main, u_main)
+        words, scale = _encode_full(spec, main, u_main, count)
         codes.append(words.reshape(*lead, layout.main_bytes))
         scales.append(scale[..., 0])
     if layout.tail:
@@ -321,6 +321,47 @@ def encode(
     join = functools.partial(jnp.concatenate, axis=-1)
     codes, scale = (parts[0] if len(parts) == 1 else join(parts) for parts in (codes, scales))
     return QTensor(codes, scale.astype(spec.scale_dtype), shape, dtype, spec)
+
+
+def _encode_full(
+    spec: QuantSpec, x: Float32[Array, "*n b"], u: Float32[Array, "*m"], count: Any
+) -> tuple[UInt8[Array, "*n w"], Float32[Array, "*n 1"]]:
+    """`QuantSpec.encode_block`, in a form that is fast where it runs."""
+    if not vector.serves(x):
+        return spec.encode_block(x, u)
+    known = jnp.asarray(count) >= 0
+
+    def first() -> Any:
+        values = jnp.sqrt(x) if spec.nonneg else x
+        return values, vector.peak(values), u
+
+    values, peak, u = vector.stage(known, first)
+    scale = numerics.block_scale(peak, jnp.dtype(spec.scale_dtype))
+
+    def pack() -> Any:
+        return vector.pack(
+            vector.floor(numerics.place(values, scale, u, steps=spec.steps, nonneg=spec.nonneg)), spec.bits
+        )
+
+    planes = vector.planes(vector.stage(known, pack), spec.bits)
+    return planes[0] if len(planes) == 1 else jnp.concatenate(planes, axis=-1), scale
+
+
+def _decode_full(
+    spec: QuantSpec, words: UInt8[Array, "*n w"], scale: Float[Array, "*n 1"], u: Float32[Array, "*m"], count: Any
+) -> Float32[Array, "*n b"]:
+    """`QuantSpec.decode_block`, in a form that is fast where it runs."""
+    if not vector.serves(words):
+        return spec.decode_block(words, scale, u)
+    known = jnp.asarray(count) >= 0
+    high = vector.stage(known, lambda: vector.high(words)) if spec.bits == 3 else None
+
+    def values() -> Any:
+        codes = vector.unpack(words, high, spec.bits)
+        form = {"steps": spec.steps, "nonneg": spec.nonneg, "variance": spec.variance}
+        return numerics.decode(codes, scale[..., None], u[..., None], **form)
+
+    return vector.stage(known, values).reshape(*words.shape[:-1], -1)
 
 
 def decode(
@@ -360,7 +401,7 @@ def decode(
     parts = []
     if layout.full:
         words = q.codes[..., : layout.main_bytes].reshape(*lead, layout.full, -1)
-        main = spec.decode_block(words, q.scale[..., : layout.full, None], u[..., : layout.full, None])
+        main = _decode_full(spec, words, q.scale[..., : layout.full, None], u[..., : layout.full, None], count)
         parts.append(main.reshape(*lead, layout.full * block))
     if layout.tail:
         words = q.codes[..., layout.main_bytes :]

@@ -20,22 +20,20 @@ a float32 state exists for one chunk only. The codes and scales are, bit for bit
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32, Shaped, UInt8, UInt32
+from jaxtyping import Array, Float, Float32, Int, Shaped, UInt8, UInt32
 
-from jaxlab.kernels.bred_update import numerics, steps
+from jaxlab.kernels.bred_update import numerics, steps, vector
 from jaxlab.kernels.bred_update.codec import QTensor, QuantSpec
 
 Word = int | Int[Array, ""] | UInt32[Array, ""]
 CHUNK = 2**20  # elements that are updated at a time
 MEMORY = 9e6  # bytes that their buffers may take; with more buffers an element, chunks are smaller
-PARTS = {8: 1, 4: 2, 3: 4}  # bits -> parts of a block, whose elements share words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,72 +222,6 @@ class _Window:
         return jnp.where(np.arange(self.part.size) < self.part.length, x, jnp.float32(0))
 
 
-def _high(words: UInt8[Array, "n w"]) -> UInt8[Array, "n 2 w/3"]:
-    """The high bits of 3-bit codes, twice: as long as the part of the words with the low bits.
-
-    Only a copy: XLA vectorises copies and arithmetic along 8 elements or more, not both in one kernel.
-    """
-    size = words.shape[1] // 3
-    return jnp.broadcast_to(words[:, None, 2 * size :], (words.shape[0], 2, size))
-
-
-def _unpack(words: UInt8[Array, "n w"], high: UInt8[Array, "n 2 w/3"] | None, bits: int) -> Int32[Array, "n q p"]:
-    """The codes that `numerics.pack` packed, the parts of a block as an axis; `high` for 3 bits."""
-    if high is not None:
-        size = words.shape[1] // 3 * 2
-        shift = 2 * np.arange(4, dtype=np.int32)[:, None]
-        low = words[:, None, :size].astype(jnp.int32) >> shift
-        place = shift + np.arange(size, dtype=np.int32) // (size // 2)
-        high = high.reshape(-1, 1, size).astype(jnp.int32) >> place
-        return (low & 3) | ((high & 1) << 2)
-    words = words[:, None, :].astype(jnp.int32)
-    return words if bits == 8 else (words >> (4 * np.arange(2, dtype=np.int32)[:, None])) & 15
-
-
-def _pack(codes: Int32[Array, "n b"], bits: int) -> Any:
-    """Words for the elements at the same place of the parts; bits of `codes` above the lowest `bits` are ignored.
-
-    At 8 and 4 bits those that `numerics.pack` gives; at 3 bits uint16, the high bit of part i at 8 + 2 i.
-    """
-    if bits == 8:
-        return codes.astype(jnp.uint8)
-    cuts = jnp.split(codes, PARTS[bits], axis=1)
-    if bits == 4:
-        return ((cuts[0] & 15) | (cuts[1] << 4)).astype(jnp.uint8)
-    parts = (((x & 3) << (2 * i)) | ((x & 4) << (6 + 2 * i)) for i, x in enumerate(cuts))
-    return functools.reduce(operator.or_, parts).astype(jnp.uint16)
-
-
-def _planes(words: Any, bits: int) -> list[UInt8[Array, "n _"]]:
-    """What `numerics.pack` puts one behind the other, from the words of `_pack`."""
-    if bits != 3:
-        return [words]
-    high = words >> 8
-    half = high.shape[1] // 2
-    return [words.astype(jnp.uint8), (high[:, :half] | (high[:, half:] << 1)).astype(jnp.uint8)]
-
-
-def _peak(x: Float32[Array, "n b"]) -> Float32[Array, "n 1"]:
-    """max|x| of every block; NaN, of whatever sign, where there is one."""
-    size = x.shape[1]
-    if size % 128:  # too short for what follows to vectorise
-        return jnp.max(numerics.magnitude(x), axis=1, keepdims=True)
-    # As integers, which have one order. Cuts run along the elements, a reduction across them; XLA fuses eight cuts.
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
-    bits = functools.reduce(jnp.maximum, jnp.split(bits, min(size // 16, 8), axis=1))
-    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=1, keepdims=True), jnp.float32)
-
-
-def _floor(z: Float32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """floor(z) of 0 <= z < 2^8 in the lowest bits: a conversion would check for what an integer cannot hold."""
-    return jax.lax.bitcast_convert_type(jnp.floor(z) + jnp.float32(2**23), jnp.int32)
-
-
-def _stage(known: Any, f: Callable[[], Any]) -> Any:
-    """f(), computed once and before everything that uses it; `known` is true, but XLA does not know."""
-    return jax.lax.cond(known, f, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f)))
-
-
 # First stage: (g, decoded state, a zero, as `steps.zero_of`) for every state, seen in the state's parts -> arrays.
 First = Callable[[Sequence[tuple[Any, Any, Any]]], tuple[Any, ...]]
 # Second stage: (p, g, *arrays) -> (new p, what is encoded: values, or their roots where the map is one of roots).
@@ -337,7 +269,7 @@ def _update(
         return (p, *moments)
     specs, now = [q.spec for q in moments], jnp.asarray(count)
     streams = [[numerics.stream(seed, leaf, now + i) for i in (0, 1)] for leaf in leaves]
-    stage = functools.partial(_stage, now >= 0)
+    stage = functools.partial(vector.stage, now >= 0)
     parts = _parts(tuple(p.shape), specs[0].block_size)
     flat = parts[0].flat
     rows = parts[0].blocks if flat else parts[0].rows
@@ -346,20 +278,18 @@ def _update(
         carry += [q.codes.reshape(rows, -1), _stored(q.scale).reshape((rows,) if flat else (rows, -1))]
 
     def tile(part: _Part, tiles: _Tiles, turn: Any, carry: Sequence[Any]) -> list[Any]:
-        # XLA for CPUs compiles a loop into one function, which runs on one core, unless something in it needs a library
-        # function, such as this.
-        at = _Window(part, tiles, jax.lax.sort(jnp.stack([turn, turn]))[0])
+        at = _Window(part, tiles, vector.spread(turn))
         params, codes, scales = carry[0], carry[1::2], carry[2::2]
 
         def words(i: int) -> Any:
             return at.words(codes[i], specs[i].bits)
 
-        high = [stage(lambda i=i: _high(words(i))) if spec.bits == 3 else None for i, spec in enumerate(specs)]
+        high = [stage(lambda i=i: vector.high(words(i))) if spec.bits == 3 else None for i, spec in enumerate(specs)]
 
         def begin() -> Any:
             states, dithers = [], []
             for i, (spec, (word, next_word), s) in enumerate(zip(specs, streams, scales, strict=True)):
-                found = _unpack(words(i), high[i], spec.bits)
+                found = vector.unpack(words(i), high[i], spec.bits)
                 scale = at.scale(s, spec.scale_dtype)[:, :, None]
                 u = at.dither(spec, word, encode=False)[:, :, None]
                 form = {"steps": spec.steps, "nonneg": spec.nonneg, "variance": spec.variance}
@@ -373,14 +303,14 @@ def _update(
         new_p, values = second(start, slope, *(x.reshape(at.count, -1) for x in arrays))
         out = [at.write_elements(params, new_p, p.dtype)]
         for spec, x, u, c, s in zip(specs, values, dithers, codes, scales, strict=True):
-            peak = _peak(at.masked(x))
+            peak = vector.peak(at.masked(x))
 
             def pack(spec=spec, x=x, u=u, peak=peak) -> Any:
                 scale = numerics.block_scale(peak, jnp.dtype(spec.scale_dtype))
                 z = numerics.place(at.masked(x), scale, u, steps=spec.steps, nonneg=spec.nonneg)
-                return _pack(_floor(z), spec.bits)
+                return vector.pack(vector.floor(z), spec.bits)
 
-            planes = _planes(stage(pack) if spec.bits == 3 else pack(), spec.bits)
+            planes = vector.planes(stage(pack) if spec.bits == 3 else pack(), spec.bits)
             scale = numerics.block_scale(peak, jnp.dtype(spec.scale_dtype))
             out += [at.write_words(c, spec.bits, planes), at.write_scale(s, scale, spec.scale_dtype)]
         return out
