@@ -1,0 +1,1 @@
+"""Gaussian splatting: rasteriser, compositing algebra, and training of scenes that do not fit the device (CC-GS)."""
