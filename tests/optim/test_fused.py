@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import json
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -275,7 +278,7 @@ def test_bad_trees() -> None:
 def test_bench_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("REPEATS", "PEER_REPEATS"):
         monkeypatch.setattr(bench, name, 2)
-    monkeypatch.setattr(bench, "TREES", {"one matrix": {"w": (64, 128)}})
+    monkeypatch.setattr(bench, "TREES", {bench.MATRIX: {"w": (64, 128)}})
     monkeypatch.setattr(bench, "PEERS", {"absent": (("jaxlab_has_no_such_module", "AdamW"),)})
     config = configs.to_dict(configs.load("bred")) | {"bench": {"peers": True}}
     times, peers = bench.main(config)
@@ -291,15 +294,19 @@ def test_bench_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_bounds_at_the_size_of_the_bench() -> None:
-    """A busy machine disturbs even CPU time: there are three attempts."""
-    for attempt in range(3):
-        _, facts = bench.steps("one matrix", bench.TREES["one matrix"])
+@pytest.mark.parametrize("title", [bench.MATRIX, bench.LAYERS])
+def test_bounds_at_the_size_of_the_bench(title: str) -> None:
+    """In a process of its own, with one device: the eight of the tests share the cores' threads, which costs time."""
+    code = "import json, sys; from jaxlab.experiments.bench import bred as b; "
+    code += "print(json.dumps(b.steps(sys.argv[1], b.TREES[sys.argv[1]])[1]))"
+    for attempt in range(3):  # a busy machine disturbs even CPU time
+        done = subprocess.run([sys.executable, "-c", code, title], capture_output=True, text=True, check=True)
+        facts = json.loads(done.stdout.splitlines()[-1])
         assert facts["temporary"] < bench.TEMP_BOUND
-        if facts["cpu"] <= bench.CPU_BOUND:
+        if facts["cpu"] <= bench.CPU_BOUND and (title == bench.MATRIX or facts["wrapper"] <= bench.WRAPPER_BOUND):
             return
         print(f"attempt {attempt}: {facts}")
-    raise AssertionError(f"the fused step is too slow: {facts}")
+    raise AssertionError(f"too slow: {facts}")
 
 
 def test_fields_of_the_state_are_static_or_arrays() -> None:
