@@ -19,6 +19,7 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     c.rounding = "nearest"  # of the base under a correction: nearest or gptq
     c.hessian = "full"  # what BiLoCo sees of the inputs' second moments: none, diag or full
     c.seeds = (0,)  # of the model and its training
+    c.decode = 15  # timed steps of decoding with the weights of each method; 0 for none
 
     c.weights = ""  # a .safetensors file to quantise instead of a model that is trained here
     c.select = "weight$|kernel$"  # regular expression: names of the matrices in that file

@@ -15,8 +15,7 @@ from jaxlab.core import run, sweep, tree
 from jaxlab.core.errors import ConfigError, did_you_mean
 from jaxlab.core.progress import NullProgress, Progress
 from jaxlab.core.report import Result
-from jaxlab.experiments import biloco_report, biloco_run, lm
-from jaxlab.nn import transformer
+from jaxlab.experiments import biloco_decode, biloco_report, biloco_run, lm
 from jaxlab.quant import gptq
 from jaxlab.quant.calibrate import HESSIANS
 
@@ -43,12 +42,11 @@ def cells(config: Any) -> list[sweep.Cell]:
             raise ConfigError(f"{key} must be one or more different values, got {tuple(config[key])}")
     if any(type(r) is not int or r < 1 for r in config.ranks) or any(type(s) is not int or s < 0 for s in config.seeds):
         raise ConfigError(f"ranks must be >= 1 and seeds >= 0, got {tuple(config.ranks)} and {tuple(config.seeds)}")
-    t = config.train
-    for key, value in (("steps", t.steps), ("batch", t.batch), ("checkpoint_every", t.checkpoint_every)):
-        if value < 1:
-            raise ConfigError(f"train.{key} must be >= 1, got {value}")
-    if config.data.calibration < 1:
-        raise ConfigError(f"data.calibration must be >= 1, got {config.data.calibration}")
+    for part, key in (("train", "steps"), ("train", "batch"), ("train", "checkpoint_every"), ("data", "calibration")):
+        if config[part][key] < 1:
+            raise ConfigError(f"{part}.{key} must be >= 1, got {config[part][key]}")
+    if config.decode < 0:
+        raise ConfigError(f"decode must be >= 0, got {config.decode}")
     return [
         sweep.Cell({"method": method, "rank": rank}, seed, 1)
         for seed in config.seeds
@@ -71,7 +69,7 @@ def _model(config: Any, workdir: Path, todo: list[sweep.Cell]) -> Result:
     run.add_env(workdir, {"corpus_sha256": task.corpus_sha256})
     resume = run.resume_command(workdir)
     base = {seed: sweep.Cell({"method": "train", "rank": 0}, seed, config.train.steps) for seed in config.seeds}
-    layers = sum(1 for p in tree.leaf_paths(_abstract_params(config)) if p.endswith("kernel"))
+    shapes = [x.shape[::-1] for x in biloco_run.abstract(config)[1]]
 
     @functools.cache
     def prepared(seed: int) -> tuple[Any, dict[str, Any]]:
@@ -81,28 +79,31 @@ def _model(config: Any, workdir: Path, todo: list[sweep.Cell]) -> Result:
     def work(cell: sweep.Cell, folder: Path, view: Any) -> sweep.CellResult:
         if cell in base.values():
             return biloco_run.train_base(config, task, cell, folder, view, resume)
+        if cell.labels["method"] == "decode":
+            return biloco_decode.work(config, todo, shapes)
         result, found = biloco_run.quantize_model(config, task, *prepared(cell.seed), cell, view)
         if _saved(config, cell):
-            arrays = {path: layer.arrays for path, layer in found.items()}
-            biloco_run.save(workdir / "quantized.safetensors", arrays, _meta(config))
+            _save(config, workdir, found)
         return result
 
-    todo = [sweep.Cell(c.labels, c.seed, layers) for c in todo]
-    with Progress(config.train.steps * len(base) + layers * len(todo)) as progress:
-        results = sweep.run_cells(
-            [*base.values(), *todo], work, workdir, progress=progress, facts={"corpus": task.corpus_sha256}
-        )
+    todo = [sweep.Cell(c.labels, c.seed, len(shapes)) for c in todo]
+    everything = [*base.values(), *todo, *biloco_decode.cells(config)]
+    with Progress(sum(cell.steps for cell in everything)) as progress:
+        results = sweep.run_cells(everything, work, workdir, progress=progress, facts={"corpus": task.corpus_sha256})
     exact = {seed: r.values["loss"] for seed, r in zip(base, results, strict=False)}
-    return biloco_report.result(config, todo, results[len(base) :], biloco_run.METHODS, exact)
+    times = results[-1].values if config.decode else {}
+    return biloco_report.result(config, todo, results[len(base) : len(base) + len(todo)], exact, times)
 
 
 def _file(config: Any, workdir: Path, todo: list[sweep.Cell]) -> Result:
     try:
-        count = len(biloco_run.matrix_names(config))
+        shapes = biloco_run.matrix_shapes(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
     def work(cell: sweep.Cell, folder: Path, view: Any) -> sweep.CellResult:
+        if cell.labels["method"] == "decode":
+            return biloco_decode.work(config, todo, list(shapes.values()))
         kept: dict[str, Any] = {}
         keep = kept.__setitem__ if _saved(config, cell) else lambda name, layer: None
         try:
@@ -110,14 +111,15 @@ def _file(config: Any, workdir: Path, todo: list[sweep.Cell]) -> Result:
         except ValueError as error:  # NaN, or a matrix too small for the rank: the message names it
             raise ConfigError(str(error)) from error
         if kept:
-            arrays = {name: layer.arrays for name, layer in kept.items()}
-            biloco_run.save(workdir / "quantized.safetensors", arrays, _meta(config))
+            _save(config, workdir, kept)
         return result
 
-    todo = [sweep.Cell(c.labels, c.seed, count) for c in todo if c.seed == config.seeds[0]]
-    with (Progress if jax.process_index() == 0 else NullProgress)(count * len(todo)) as progress:
-        results = sweep.run_cells(todo, work, workdir, progress=progress, facts={"weights": str(config.weights)})
-    return biloco_report.result(config, todo, results, biloco_run.METHODS, {})
+    todo = [sweep.Cell(c.labels, c.seed, len(shapes)) for c in todo if c.seed == config.seeds[0]]
+    everything = [*todo, *biloco_decode.cells(config)]
+    with (Progress if jax.process_index() == 0 else NullProgress)(sum(cell.steps for cell in everything)) as progress:
+        results = sweep.run_cells(everything, work, workdir, progress=progress, facts={"weights": str(config.weights)})
+    times = results[-1].values if config.decode else {}
+    return biloco_report.result(config, todo, results[: len(todo)], {}, times)
 
 
 def _saved(config: Any, cell: sweep.Cell) -> bool:
@@ -125,22 +127,19 @@ def _saved(config: Any, cell: sweep.Cell) -> bool:
     return (cell.labels["method"], cell.labels["rank"], cell.seed) == (config.save, best, config.seeds[0])
 
 
-def _meta(config: Any) -> dict[str, str]:
-    return {"method": config.save, "format": config.format, "layout": "out_in", "written_by": "jaxlab"}
+def _save(config: Any, workdir: Path, layers: dict[str, biloco_run.Layer]) -> None:
+    meta = {"method": config.save, "format": config.format, "layout": "out_in", "written_by": "jaxlab"}
+    arrays = {name: layer.arrays for name, layer in layers.items()}
+    biloco_run.save(workdir / "quantized.safetensors", arrays, meta)
 
 
 def describe(config: Any) -> dict[str, Any]:
     """Sizes without training: parameters, and the matrices that are quantised."""
     cells(config)
     if config.weights:
-        return {"matrices": len(biloco_run.matrix_names(config))}
-    params = _abstract_params(config)
-    kernels = [x for p, x in zip(tree.leaf_paths(params), jax.tree.leaves(params), strict=True) if p.endswith("kernel")]
+        return {"matrices": len(biloco_run.matrix_shapes(config))}
+    params, kernels = biloco_run.abstract(config)
     return {"parameters": tree.size(params), "matrices": len(kernels), "weights quantised": tree.size(kernels)}
-
-
-def _abstract_params(config: Any) -> Any:
-    return jax.eval_shape(lambda: transformer.init(lm.model_config(config), jax.random.key(0)))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,33 @@
 """Tables and plots of the BiLoCo experiment."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
 
 from jaxlab.core import sweep
 from jaxlab.core.report import Plot, Result, Series, Table, format_interval, format_number, mean_ci
+from jaxlab.experiments import biloco_decode
+from jaxlab.experiments.biloco_run import METHODS
 
 
 def result(
     config: Any,
     cells: Sequence[sweep.Cell],
     results: Sequence[sweep.CellResult],
-    names: dict[str, str],
     exact: dict[int, float],
+    times: Mapping[str, float],
 ) -> Result:
-    """The report of a finished run; `exact` holds the test loss of the unquantised model, by seed."""
+    """The report of a finished run.
+
+    Args:
+      config: of the run.
+      cells, results: of the methods.
+      exact: test loss of the unquantised model, by seed.
+      times: as `biloco_decode.measure` gives them; empty where none were measured.
+    """
+    names = METHODS
     groups: dict[tuple[str, int], list] = {}
     for cell, res in zip(cells, results, strict=True):
         groups.setdefault((cell.labels["method"], cell.labels["rank"]), []).append((cell, res))
@@ -30,13 +42,15 @@ def result(
             names[method], rank or None, _mean(values, "bits a weight"), round(_mean(values, "bytes")),
             f"{_mean(values, 'error'):.3e}", _interval(relative) if relative else None,
             _interval(loss) if loss else None, _interval([math.exp(x) for x in loss]) if loss else None,
-            _interval(shift) if shift else None, _mean(values, "seconds"),
+            _interval(shift) if shift else None,
+            *(times.get(biloco_decode.name(form, method, rank)) for form in biloco_decode.FORMS),
+            _mean(values, "seconds"),
         ])  # fmt: skip
         label = f"{names[method]}, rank {rank}" if rank else names[method]
         summary[f"{label}: " + ("loss" if loss else "error")] = _mean(values, "loss" if loss else "error")
     columns = [
         "method", "rank", "bits a weight", "bytes", "weighted error", "against rounding", "test loss", "perplexity",
-        "loss - unquantised", "seconds",
+        "loss - unquantised", "decode / bf16, packed", "decode / bf16, expanded", "seconds to quantise",
     ]  # fmt: skip
     tables = [Table(f"{config.format}, {config.rounding} rounding under corrections", columns, rows)]
     tables.append(_kinds(groups, names))
@@ -52,7 +66,22 @@ def result(
                 series.append(Series(names[method], [x for x, _ in points], heights))
         if series:
             plots.append(Plot(f"{value}_bits", label, "bits a weight, everything counted", label, series))
-    notes = ["Corrections of equal rank take equal bytes; BiLoCo has about sixteen sign terms for every bfloat16 rank."]
+    notes = [
+        "Corrections of equal rank take equal bytes; BiLoCo has about sixteen sign terms for every bfloat16 rank. Its "
+        "scales and its vector are counted in that, the smoothing of SVDQuant comes on top.",
+        "BiLoCo's lead grows with the bytes: sixteen sign terms take more of a residual that looks like noise than one "
+        "pair of singular vectors. It is small at low ranks, where smoothing has left little but white noise, of which "
+        "no code of R bits a weight can take more than 1 - 2^(-2 R). A planted low-rank part favours singular vectors: "
+        "what wins there is that a share of the terms absorbs directions of W before the base is rounded.",
+    ]
+    if times:
+        seconds = times["seconds of " + biloco_decode.name("packed", "bf16", 0)]
+        notes.append(
+            f"Decode: one row through all linear layers, time over that of bfloat16 weights ({1e3 * seconds:.3g} ms on "
+            f"{jax.devices()[0].device_kind}), random weights of the same shapes and formats, all in turn in one "
+            "process. Packed: weights as stored, by this backend's kernels (on a CPU, unpacked for every product). "
+            "Expanded: unpacked once, to float32."
+        )
     if not exact:
         notes.append("Without calibration data: errors are those of the weights.")
     return Result("BiLoCo", summary, sweep.rows(cells, results), tables, plots, notes)

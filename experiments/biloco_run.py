@@ -1,9 +1,10 @@
 """One cell of the BiLoCo experiment: a method and a rank, on every matrix of a model or of a file."""
 
 import dataclasses
+import functools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxlab.core.checkpoint import Checkpointer
 from jaxlab.data import make_shards
 from jaxlab.experiments import lm
 from jaxlab.nn import taps, transformer
-from jaxlab.quant import awq, biloco, calibrate, dequantize, gptq, svdquant
+from jaxlab.quant import awq, biloco, calibrate, gptq, sign_stack, smooth, svdquant
 from jaxlab.quant.sign_lowrank import weighted_error
 
 METHODS = {
@@ -26,13 +27,14 @@ METHODS = {
     "rtn": "rounding to nearest",
     "gptq": "GPTQ",
     "awq": "AWQ",
-    "svdquant": "SVDQuant, plain and iterated",
-    "svdquant_whitened": "SVDQuant, whitened and iterated",
+    "svdquant": "SVDQuant, as published",
+    "svdquant_whitened": "SVDQuant, whitened",
     "biloco": "BiLoCo",
 }
 RANKED = ("svdquant", "svdquant_whitened", "biloco")  # methods with a correction
 INTERVAL = 50
 DAMPING = 0.01
+FLOATS = ("F64", "F32", "F16", "BF16")  # of safetensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,51 +57,63 @@ class Layer:
         return sum(x.nbytes for x in self.arrays.values())
 
 
-def quantize_layer(config: Any, method: str, rank: int, w: np.ndarray, h: np.ndarray | None) -> Layer:
-    """Quantises one matrix `[out, in]` with the second moments of its inputs.
+def quantize_layers(
+    config: Any, method: str, rank: int, ws: Sequence[np.ndarray], hs: Sequence[np.ndarray | None]
+) -> list[Layer]:
+    """Quantises matrices `[out, in]` of one shape with the second moments of their inputs.
 
     Args:
       config: format, rounding, hessian.
       method: a key of `METHODS`.
       rank: of the bfloat16 correction whose bytes a correction may take.
-      w: weights.
-      h: H, or None for the identity.
+      ws: weights.
+      hs: H of each, or None for the identity.
 
     Returns:
-      The layer.
+      A layer each.
     """
+    if method != "biloco":
+        return [_one(config, method, rank, w, h) for w, h in zip(ws, hs, strict=True)]
+    settings = biloco.Settings("none" if hs[0] is None else config.hessian)
+    found = biloco.fit_stack(ws, hs, _base(config), match_svd_rank=rank, settings=settings)
+    layers = []
+    for w, h, f in zip(ws, hs, found, strict=True):
+        c = f.correction
+        layers.append(_layer(w, h, f.base, f.decoded, u=c.u, v=c.v, s=c.scale, column=c.column, smooth=f.smooth))
+    return layers
+
+
+def _one(config: Any, method: str, rank: int, w: np.ndarray, h: np.ndarray | None) -> Layer:
+    plain = gptq.quantizer(config.format)
     if method == "bf16":
         decoded = jnp.asarray(w, jnp.bfloat16)
         stored = {"weight": np.asarray(decoded)}
         return Layer(np.asarray(decoded, np.float32), stored, weighted_error(w, decoded.astype(jnp.float32), h))
-    plain = gptq.quantizer(config.format)
-    base = gptq.quantizer(config.format, h, rounding=config.rounding)
-    extra: dict[str, Any] = {}
     if method == "rtn":
-        q, decoded = plain(w)
-    elif method == "gptq":
-        q, decoded = gptq.quantizer(config.format, h, rounding="gptq")(w)
-    elif method == "awq":
-        t, _ = awq.search(w, np.ones(w.shape[1], np.float32) if h is None else h, plain)
-        q, decoded = plain(w * t)
-        decoded, extra = decoded / t, {"awq": t.astype(jnp.bfloat16)}
-    elif method == "biloco":
-        found = biloco.fit(w, h, base, match_svd_rank=rank, hessian="none" if h is None else config.hessian)
-        q, c = found.base, found.correction
-        decoded = _decode(q) + np.asarray(c.materialize())
-        extra = {"u": c.u, "v": c.v, "s": c.scale, **({} if c.column is None else {"column": c.column})}
-    else:
-        whiten = method == "svdquant_whitened"
-        q, c, _ = svdquant.fit(w, h, base, rank=rank, whiten=whiten)
-        decoded = _decode(q) + np.asarray(c.materialize())
-        extra = {"left": c.left, "right": c.right}
+        return _layer(w, h, *plain(w))
+    if method == "gptq":
+        return _layer(w, h, *gptq.quantizer(config.format, h, rounding="gptq")(w))
+    if method == "awq":
+        t, _ = awq.search(w, h, plain)
+        wide = 1.0 if t is None else t
+        q, decoded = plain(w * wide)
+        return _layer(w, h, q, decoded / wide, smooth=t)
+    whiten = method == "svdquant_whitened"
+    found = svdquant.fit(w, h, _base(config), rank=rank, whiten=whiten, smoothing=smooth.GRID)
+    c = found.correction
+    return _layer(w, h, found.base, found.decoded, left=c.left, right=c.right, smooth=found.smooth)
+
+
+def _base(config: Any) -> Any:
+    return functools.partial(gptq.quantizer, config.format, rounding=config.rounding)
+
+
+def _layer(w: np.ndarray, h: Any, q: Any, decoded: np.ndarray, **extra: Any) -> Layer:
+    if extra.get("smooth") is not None:
+        extra["smooth"] = jnp.asarray(extra["smooth"], jnp.bfloat16)  # which its numbers are already
     arrays = {"codes": q.codes, "scale": q.scale, "tensor_scale": q.tensor_scale, **extra}
     stored = {name: np.asarray(x) for name, x in arrays.items() if x is not None}
     return Layer(decoded, stored, weighted_error(w, decoded, h))
-
-
-def _decode(q: Any) -> np.ndarray:
-    return np.asarray(dequantize(q))
 
 
 def train_base(config: Any, task: lm.Task, cell: sweep.Cell, folder: Path, progress: Any, resume: str) -> Any:
@@ -116,7 +130,7 @@ def train_base(config: Any, task: lm.Task, cell: sweep.Cell, folder: Path, progr
         return Base(optax.apply_updates(state.params, updates), opt), {"loss": loss}
 
     batches = lambda i: jax.tree.map(lambda x: x[0], shards.batch(i, batch_per_worker=t.batch))  # noqa: E731
-    state = _base(config, task, tx, init_key)
+    state = _initial(task, tx, init_key)
     facts = {"corpus": task.corpus_sha256, "cell": cell.name}
     state, records = lm.fit_cell(
         config, task, state, step, batches, folder=folder, facts=facts, key=run_key, per_call=1, log_every=INTERVAL,
@@ -135,15 +149,22 @@ class Base:
     opt_state: Any
 
 
-def _base(config: Any, task: lm.Task, tx: optax.GradientTransformation, key: Any) -> Base:
+def _initial(task: lm.Task, tx: optax.GradientTransformation, key: Any) -> Base:
     params = transformer.init(task.model, key)
     return Base(params, tx.init(params))
+
+
+def abstract(config: Any) -> tuple[PyTree, list[Any]]:
+    """Shapes of the model's parameters, and of the matrices among them that are quantised."""
+    params = jax.eval_shape(lambda: transformer.init(lm.model_config(config), jax.random.key(0)))
+    named = zip(tree.leaf_paths(params), jax.tree.leaves(params), strict=True)
+    return params, [x for path, x in named if path.endswith("kernel")]
 
 
 def load_base(config: Any, task: lm.Task, folder: Path) -> PyTree:
     """The parameters in the newest checkpoint of `train_base`."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lambda step: 0.0))
-    like = _base(config, task, tx, jax.random.key(0))
+    like = _initial(task, tx, jax.random.key(0))
     with Checkpointer(folder / "checkpoints") as checkpointer:
         restored = checkpointer.restore(like)
     if restored is None:
@@ -177,9 +198,11 @@ def quantize_model(
     method, rank = cell.labels["method"], cell.labels["rank"]
     kernels = {p: x for p, x in zip(tree.leaf_paths(params), jax.tree.leaves(params), strict=True) if p in moments}
     begun, layers = time.perf_counter(), {}
-    for number, (path, kernel) in enumerate(kernels.items(), 1):
-        layers[path] = quantize_layer(config, method, rank, np.asarray(kernel, np.float32).T, moments[path])
-        progress.update(number, {"error": layers[path].error})
+    for paths in _by_shape({path: kernel.shape for path, kernel in kernels.items()}, lambda m, n: len(kernels)):
+        ws = [np.asarray(kernels[path], np.float32).T for path in paths]
+        found = quantize_layers(config, method, rank, ws, [moments[path] for path in paths])
+        layers |= zip(paths, found, strict=True)
+        progress.update(len(layers), {"error": found[-1].error})
     new = tree.map_with_path(lambda p, x: jnp.asarray(layers[p].decoded.T) if p in layers else x, params)
     values = _values(layers, time.perf_counter() - begun)
     values |= {
@@ -187,6 +210,18 @@ def quantize_model(
         "valid": float(task.evaluate(new, task.valid)),
     }
     return sweep.CellResult(values), layers
+
+
+def _by_shape(shapes: dict[str, tuple[int, ...]], most: Callable[[int, int], int]) -> list[list[str]]:
+    """Names in groups of one shape, of `most` of the shape at most."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, shape in shapes.items():
+        groups.setdefault(tuple(shape), []).append(name)
+    cut = []
+    for shape, names in groups.items():
+        size = most(*shape)
+        cut += [names[i : i + size] for i in range(0, len(names), size)]
+    return cut
 
 
 def _values(layers: dict[str, Layer], seconds: float) -> dict[str, float]:
@@ -204,48 +239,62 @@ def _values(layers: dict[str, Layer], seconds: float) -> dict[str, float]:
 def quantize_file(
     config: Any, cell: sweep.Cell, progress: Any, keep: Callable[[str, Layer], Any]
 ) -> tuple[sweep.CellResult, int]:
-    """Quantises the matrices of a safetensors file one after the other: one at a time is in memory."""
+    """Quantises the matrices of a safetensors file: no more of them are in memory than are fitted together."""
     method, rank = cell.labels["method"], cell.labels["rank"]
     begun, layers = time.perf_counter(), {}
-    for number, (name, w) in enumerate(matrices(config), 1):
+    for names, ws in matrices(config):
         try:
-            layer = quantize_layer(config, method, rank, w, None)
+            found = quantize_layers(config, method, rank, ws, [None] * len(ws))
         except ValueError as error:
-            raise ValueError(f"weights: {name!r}: {error}") from error
-        keep(name, layer)
-        layers[name] = dataclasses.replace(layer, decoded=np.empty(layer.decoded.shape, bool))  # its size is all
-        progress.update(number, {"error": layer.error})
+            raise ValueError(f"weights: {', '.join(map(repr, names))}: {error}") from error
+        for name, layer in zip(names, found, strict=True):
+            keep(name, layer)
+            layers[name] = dataclasses.replace(layer, decoded=np.empty(layer.decoded.shape, bool))  # its size is all
+        progress.update(len(layers), {"error": found[-1].error})
     return sweep.CellResult(_values(layers, time.perf_counter() - begun)), len(layers)
 
 
-def matrix_names(config: Any) -> list[str]:
-    """Names of the matrices that are quantised: those `config.select` finds, with a width the format can divide.
+def matrix_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes `[out, in]` of the matrices that are quantised: those `config.select` finds, of floating point,
+    with a width that the format can divide.
 
     Raises:
       ValueError: when there is none.
     """
     block = gptq.BLOCKS[config.format]
+    turned = -1 if config.layout == "in_out" else 1
+    try:
+        pattern = re.compile(config.select)
+    except re.error as error:
+        raise ValueError(f"select: {config.select!r} is no regular expression ({error})") from error
     with _open(config.weights) as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    width = 1 if config.layout == "out_in" else 0
-    names = [n for n, s in shapes.items() if len(s) == 2 and re.search(config.select, n) and s[width] % block == 0]
-    if not names:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        shapes = {name: tuple(x.get_shape())[::turned] for name, x in slices.items() if x.get_dtype() in FLOATS}
+    found = {
+        name: shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and pattern.search(name) and min(shape) > 0 and shape[1] % block == 0
+    }
+    if not found:
         raise ValueError(
-            f"weights: {config.weights} has no matrix whose name matches select={config.select!r} and whose inputs are "
-            f"a multiple of {block}; it has {', '.join(list(shapes)[:5])}, ..."
+            f"weights: {config.weights} has no matrix of floating point whose name matches select={config.select!r} "
+            f"and whose inputs are a multiple of {block}; it has {', '.join(list(slices)[:5]) or 'no tensors'}, ..."
         )
-    return names
+    return found
 
 
-def matrices(config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, weights `[out, in]` in float32) of every matrix that is quantised, read when it is asked for."""
-    names = matrix_names(config)
+def matrices(config: Any) -> Iterator[tuple[list[str], list[np.ndarray]]]:
+    """(names, weights `[out, in]` in float32) of groups of equal shape, each read when it is asked for."""
+    groups = _by_shape(matrix_shapes(config), sign_stack.together)
     with _open(config.weights) as file:
-        for name in names:
-            w = np.asarray(jnp.asarray(file.get_tensor(name)), np.float32)
-            if not np.isfinite(w).all():
-                raise ValueError(f"weights: {name!r} holds NaN or infinities")
-            yield name, w if config.layout == "out_in" else np.ascontiguousarray(w.T)
+        for names in groups:
+            ws = []
+            for name in names:
+                w = np.asarray(jnp.asarray(file.get_tensor(name)), np.float32)
+                if not np.isfinite(w).all():
+                    raise ValueError(f"weights: {name!r} holds NaN or infinities")
+                ws.append(w if config.layout == "out_in" else np.ascontiguousarray(w.T))
+            yield names, ws
 
 
 def _open(path: str) -> Any:

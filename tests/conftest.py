@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ from jaxtyping import install_import_hook
 install_import_hook("jaxlab", "beartype.beartype")
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# A shell starts what it runs in the background with interrupts ignored, which would be handed on to every test.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _cache_folder() -> Path:

